@@ -46,7 +46,7 @@ class RemoteRequest(Struct, frozen=True):
 def check_supported(request: GenerationRequest, model: str, dialect: Dialect) -> None:
     """Raise InvalidRequest for what the server of a remote model cannot do. `model` is its name here."""
     refused = {
-        "logprobs": request.logprobs is not None,
+        "logprobs": request.logprobs is not None and dialect == "openai",
         "prompt_logprobs": request.prompt_logprobs is not None,
         "return_token_ids": request.returns_token_ids,
         "truncate": request.truncate is not None,
@@ -112,6 +112,8 @@ def write_requests(request: GenerationRequest, name: str, dialect: Dialect) -> l
     fields: Json = {"model": name, "stream": True, "stream_options": {"include_usage": True}, **_sampling(request)}
     if request.n > 1:
         fields["n"] = request.n
+    if request.logprobs is not None:
+        fields |= _logprobs(request.logprobs, is_chat=chat is not None)
     if request.grammar is not None:
         fields |= _grammar(request.grammar)
     if chat is not None:
@@ -135,6 +137,12 @@ def _sampling(request: GenerationRequest) -> Json:
     if sampling.do_sample is False:
         fields["temperature"] = 0.0
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _logprobs(num_top: int, is_chat: bool) -> Json:
+    if not is_chat:
+        return {"logprobs": num_top}
+    return {"logprobs": True, **({"top_logprobs": num_top} if num_top else {})}
 
 
 def _grammar(grammar: Grammar) -> Json:

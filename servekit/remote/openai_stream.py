@@ -80,8 +80,28 @@ class _Delta(Struct):
     tool_calls: list[_CallDelta] | None = None
 
 
+class _Likely(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class _ChatLogprob(_Likely):
+    top_logprobs: list[_Likely] = []
+
+
+class _Logprobs(Struct):
+    """Those of a chat are in `content`; of a completion, in three lists."""
+
+    content: list[_ChatLogprob] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
 class _Choice(Struct):
     index: int = 0
+    logprobs: _Logprobs | None = None
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
@@ -112,12 +132,21 @@ class Usage(Struct, frozen=True):
     num_completion_tokens: int
 
 
+class NamedToken(Struct, frozen=True):
+    """A token with its logprob. `text` may be a part of a character."""
+
+    text: bytes
+    logprob: float
+    top: list[tuple[bytes, float]]  # the likeliest tokens, the likeliest first
+
+
 class Piece(Struct, frozen=True):
     """The next piece of an answer. `events` says what it is, in a chat; `text` is its content."""
 
     index: int  # of the answer
     text: str
     events: tuple[AnswerEvent, ...]
+    tokens: tuple[NamedToken, ...] = ()  # where the request asks for logprobs
 
 
 class Ending(Struct, frozen=True):
@@ -150,7 +179,9 @@ class _Answer:
 class AnswerReader:
     """Reads the chunks of one response."""
 
-    def __init__(self, num_answers: int, is_chat: bool) -> None:
+    def __init__(self, num_answers: int, is_chat: bool, num_top: int | None = None) -> None:
+        """`num_top`: how many of the likeliest tokens are wanted for each token; None: no logprobs are."""
+        self._num_top = num_top
         self.usage: Usage | None = None
         self.endings: dict[int, Ending] = {}  # by answer
         self._answers = [_Answer() for _ in range(num_answers)]
@@ -201,7 +232,8 @@ class AnswerReader:
                 self.endings[index] = Ending(FinishReason.STOP, reason[:64])
             else:
                 self.endings[index] = Ending(known, choice.stop_reason)
-        return Piece(index, text, events) if text or events else None
+        tokens = () if self._num_top is None or choice.logprobs is None else _tokens(choice.logprobs, self._num_top)
+        return Piece(index, text, events, tokens) if text or events or tokens else None
 
     def _events(self, answer: _Answer, delta: _Delta) -> list[AnswerEvent]:
         events: list[AnswerEvent] = []
@@ -236,6 +268,38 @@ class AnswerReader:
         if function.arguments:
             events.append(CallArguments(index, function.arguments))
         return events
+
+
+def _tokens(logprobs: _Logprobs, num_top: int) -> tuple[NamedToken, ...]:
+    """Return the tokens that have logprobs. Raises RemoteFailed."""
+    if logprobs.content is not None:
+        return tuple(
+            NamedToken(
+                _text_of(each), each.logprob, [(_text_of(top), top.logprob) for top in each.top_logprobs[:num_top]]
+            )
+            for each in logprobs.content
+        )
+    names, tops = logprobs.tokens or [], logprobs.top_logprobs or []
+    found = []
+    for number, (name, logprob) in enumerate(zip(names, logprobs.token_logprobs or [], strict=False)):
+        if logprob is not None:
+            likely = (tops[number] if number < len(tops) else None) or {}
+            top = sorted(likely.items(), key=lambda each: -each[1])[:num_top]
+            found.append(NamedToken(_encoded(name), logprob, [(_encoded(text), value) for text, value in top]))
+    return tuple(found)
+
+
+def _text_of(token: _Likely) -> bytes:
+    if token.bytes is None:
+        return _encoded(token.token)
+    try:
+        return bytes(token.bytes)
+    except ValueError:
+        raise RemoteFailed("the model's server sent a token whose bytes are none") from None
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
 
 
 def _error_of(message: str, code: str | None) -> ServekitError:

@@ -10,34 +10,33 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ParsedDelta, TokenDelta
 from servekit.engine.model_kind import GENERATE
 from servekit.engine.request_state import RequestState, SequenceOutput
-from servekit.engine.tokenizer import Tokenizer
 from servekit.errors import (
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     RemoteFailed,
     RemoteTimeout,
     ServekitError,
     shutting_down,
 )
 from servekit.observability.metrics import ModelMetrics
-from servekit.protocol.messages import WorkerReady
+from servekit.protocol.messages import TokenLogprobs, WorkerReady
 from servekit.remote.circuit_breaker import Outcome
 from servekit.remote.failure import Failure
 from servekit.remote.openai_request import RemoteRequest, check_supported, write_requests
-from servekit.remote.openai_stream import DONE, AnswerReader, EventReader, Piece
+from servekit.remote.openai_stream import DONE, AnswerReader, EventReader, NamedToken, Piece
 from servekit.remote.remote_model import RemoteModel
-from servekit.remote.request_state import UNKNOWN_TOKEN_ID, RemoteState
+from servekit.remote.request_state import RemoteState
 from servekit.remote.sender import Attempt
 from servekit.remote.server_client import encode
 from servekit.remote.settings import OpenAISettings
+from servekit.remote.token_texts import UNKNOWN_TOKEN_ID, TokenTexts, refusal
 from servekit.request import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
@@ -48,29 +47,6 @@ log = logging.getLogger("servekit")
 
 UNKNOWN_LENGTH = 2**20  # tokens: an upper bound while the server has not told the length of its longest sequence
 DRAIN_S = 1.0  # for the end of a response that is complete, so that its connection can be used again
-
-
-class NoTokenizer(Tokenizer):
-    """Stands for the tokenizer of a remote model, which is not here. It refuses what needs one."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def decode(self, *_: Any, **__: Any) -> NoReturn:
-        raise refusal(self._model)
-
-    check_queue = token_bytes_of = decode
-
-    def is_special(self, token_id: int) -> bool:
-        return False
-
-
-def refusal(model: str) -> InvalidRequest:
-    """Return the error for what needs the tokenizer of a remote model."""
-    return InvalidRequest(
-        f"the model {model!r} runs on another server, and its tokenizer is not known here; ask that server",
-        code="not_supported",
-    )
 
 
 class _Places:
@@ -115,7 +91,7 @@ class RemoteEngine(RemoteModel):
         """Raises ConfigError if the API key is missing."""
         super().__init__(config, settings, clock, metrics, socket=socket)
         self.settings = settings
-        self.tokenizer = NoTokenizer(config.model_name)
+        self.tokenizer = TokenTexts(config.model_name)
         self._live: set[RemoteState] = set()  # whose answers have not all ended
         self._tasks: set[asyncio.Task[Any]] = set()
         self.known_length = config.max_model_len
@@ -314,17 +290,27 @@ class RemoteEngine(RemoteModel):
         elif output.last_token_s is not None:
             requests.tokens_delivered([], [now_s - output.last_token_s], now_s)
         output.last_token_s = now_s
-        output.num_tokens += 1
-        index = output.index
-        if state.request.chat is not None:
-            parsed = ParsedDelta(index, UNKNOWN_TOKEN_ID, piece.text, False, events=piece.events)
-            state.queue.put(parsed)
+        index, is_chat = output.index, state.request.chat is not None
+        *first, (token_id, known) = [self._numbered(token) for token in piece.tokens] or [(UNKNOWN_TOKEN_ID, None)]
+        for each_id, each in first:  # the last token has the text of all of them
+            state.queue.put(TokenDelta(index, each_id, "", False, logprobs=each))
+        if is_chat:
+            state.queue.put(ParsedDelta(index, token_id, piece.text, False, logprobs=known, events=piece.events))
         else:
-            state.queue.put(TokenDelta(index, UNKNOWN_TOKEN_ID, piece.text, False))
-        if output.count_token is not None and not output.count_token():  # the client's key may have no more
-            self._finish(state, output, FinishReason.LENGTH)
-            if not state.num_unfinished:
-                self._drop(state)
+            state.queue.put(TokenDelta(index, token_id, piece.text, False, logprobs=known))
+        for _ in range(1 + len(first)):
+            output.num_tokens += 1
+            if output.count_token is not None and not output.count_token():  # the client's key may have no more
+                self._finish(state, output, FinishReason.LENGTH)
+                if not state.num_unfinished:
+                    self._drop(state)
+                return
+
+    def _numbered(self, token: NamedToken) -> tuple[int, TokenLogprobs]:
+        """Return a token as local models have it. Raises RemoteFailed."""
+        id_of = self.tokenizer.id_of
+        top = [id_of(text) for text, _ in token.top], [logprob for _, logprob in token.top]
+        return id_of(token.text), TokenLogprobs.of(token.logprob, *top)
 
     def complete(self, state: RemoteState, number: int, reader: AnswerReader) -> None:
         """All answers to a prompt are complete."""
@@ -379,7 +365,7 @@ class _Exchange:
         self._state = state
         self._number = number
         self._events = EventReader()
-        self._answers = AnswerReader(state.request.n, state.request.chat is not None)
+        self._answers = AnswerReader(state.request.n, state.request.chat is not None, state.request.logprobs)
         self._is_complete = False
 
     async def run(self, path: str, body: bytes) -> None:

@@ -16,7 +16,6 @@ from servekit.remote.openai_stream import Usage
 from servekit.request import GenerationRequest
 from servekit.scheduler.sequence import FinishReason, Sequence
 
-UNKNOWN_TOKEN_ID = -1  # of a piece of text, which may have several tokens
 CHARACTERS_PER_TOKEN = 4  # an estimate, until the server has counted the prompt
 
 

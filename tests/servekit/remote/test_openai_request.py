@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.errors import InvalidRequest
 from servekit.remote.openai_request import Dialect, RemoteRequest, as_openai_writes, check_supported, write_requests
@@ -82,6 +83,15 @@ def test_vllm_gets_its_own_parameters() -> None:
     assert "max_tokens" not in sent(request).fields
 
 
+def test_logprobs_are_asked_for_as_each_route_has_them() -> None:
+    assert sent(of_text("x", logprobs=0)).fields["logprobs"] == 0
+    assert sent(of_text("x", logprobs=3)).fields["logprobs"] == 3
+    fields = sent(replace(of_chat(), logprobs=0)).fields
+    assert fields["logprobs"] is True and "top_logprobs" not in fields
+    fields = sent(replace(of_chat(), logprobs=2)).fields
+    assert fields["logprobs"] is True and fields["top_logprobs"] == 2
+
+
 def test_values_that_mean_nothing_are_left_out() -> None:
     neutral = Sampling(
         top_k=-1, min_p=0.0, repetition_penalty=1.0, min_tokens=0, skip_special_tokens=True, bad_words=[]
@@ -115,7 +125,6 @@ def test_grammars_are_sent_as_the_server_knows_them() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        of_text("x", logprobs=0),
         of_text("x", prompt_logprobs=0),
         of_text("x", truncate=1),
         of_text("x", returns_token_ids=True),
@@ -137,6 +146,7 @@ def test_what_no_remote_server_can_do_is_refused(request_: GenerationRequest, di
 @pytest.mark.parametrize(
     "request_",
     [
+        of_text("x", logprobs=0),
         of_text("x", sampling=Sampling(top_k=4)),
         of_text("x", sampling=Sampling(min_tokens=4)),
         of_text("x", grammar=SCHEMA),

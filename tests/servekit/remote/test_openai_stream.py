@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from servekit.errors import ContextTooLong, InvalidRequest, RemoteFailed
 from servekit.parsing.answer_events import AnswerEvent, CallArguments, CallBegins, Content, Reasoning
 from servekit.remote import openai_stream
-from servekit.remote.openai_stream import MAX_CALLS, MAX_EVENT_BYTES, AnswerReader, EventReader, Usage, message_of
+from servekit.remote.openai_stream import (
+    MAX_CALLS,
+    MAX_EVENT_BYTES,
+    AnswerReader,
+    EventReader,
+    NamedToken,
+    Usage,
+    message_of,
+)
 from servekit.scheduler.sequence import FinishReason
 
 STREAM = b': comment\n\ndata: {"a": 1}\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\n\n\ndata: last'
@@ -141,6 +149,33 @@ def test_finish_reasons(reason: str, stop_reason: str | None, ending: tuple[Fini
     assert (piece.text, piece.events) == ("x", ()) and reader.is_complete
     assert (reader.endings[0].reason, reader.endings[0].stop_reason) == ending
     assert reader.read(chunk(choice)) == [], "what follows the end is not part of the answer"
+
+
+def test_tokens_of_a_completion_have_their_logprobs() -> None:
+    logprobs = {
+        "tokens": ["Hi", "!", "?", "x"],
+        "token_logprobs": [-0.5, None, -1.0, -2.0],
+        "top_logprobs": [{"Hi": -0.5, "Ho": -0.1, "He": -9.0}, None, None],
+    }
+    data = chunk({"text": "Hi!?x", "logprobs": logprobs})
+    (piece,) = AnswerReader(1, is_chat=False, num_top=2).read(data)
+    first = NamedToken(b"Hi", -0.5, [(b"Ho", -0.1), (b"Hi", -0.5)])
+    assert piece.tokens == (first, NamedToken(b"?", -1.0, []), NamedToken(b"x", -2.0, []))
+    assert AnswerReader(1, is_chat=False).read(data)[0].tokens == (), "they were not asked for"
+    assert AnswerReader(1, is_chat=False, num_top=2).read(chunk({"text": "", "logprobs": {}})) == []
+    assert AnswerReader(1, is_chat=False, num_top=2).read(chunk({"text": "a"}))[0].tokens == ()
+
+
+def test_tokens_of_a_chat_have_their_bytes() -> None:
+    top = [{"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}, {"token": "u", "logprob": -2.0}]
+    token = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": top}
+    reader = AnswerReader(1, is_chat=True, num_top=1)
+    (piece,) = reader.read(chunk({"delta": {}, "logprobs": {"content": [token]}}))
+    assert (piece.text, piece.events) == ("", ()), "a part of a character has no text yet"
+    assert piece.tokens == (NamedToken(b"\xc3", -0.5, [(b"\xc3", -0.5)]),)
+    token["bytes"] = [300]
+    with pytest.raises(RemoteFailed, match="bytes"):
+        reader.read(chunk({"delta": {}, "logprobs": {"content": [token]}}))
 
 
 def test_answers_are_complete_when_all_have_ended() -> None:

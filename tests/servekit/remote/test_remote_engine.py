@@ -28,6 +28,7 @@ from servekit.errors import (
 )
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
+from servekit.remote import token_texts
 from servekit.remote.circuit_breaker import State
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.server_client import ServerClient
@@ -278,13 +279,11 @@ async def test_key_goes_to_the_server_and_to_nobody_else(app: Starlette, remote:
 async def test_what_a_remote_model_cannot_do_is_refused_in_a_sentence(app: Starlette, remote: ScriptedServer) -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
         (TEXT, {"prompt": [1, 2, 3]}),
-        (TEXT, {"prompt": "x", "logprobs": 1}),
         (TEXT, {"prompt": "x", "prompt_logprobs": 1}),
         (TEXT, {"prompt": "x", "suffix": "y"}),
         (TEXT, {"prompt": "x", "n": 1, "best_of": 2}),
         (TEXT, {"prompt": "x", "truncate_prompt_tokens": 2}),
         (TEXT, {"prompt": ""}),
-        (CHAT, {"messages": MESSAGES, "logprobs": True}),
         (CHAT, {"messages": MESSAGES, "chat_template": "{{ x }}"}),
         ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {"tokens": [1]}),
@@ -296,6 +295,53 @@ async def test_what_a_remote_model_cannot_do_is_refused_in_a_sentence(app: Starl
         assert answer.status == 400, (path, fields, answer.body)
         assert b"another server" in answer.body or fields.get("prompt") == "", (path, answer.body)
     assert not [path for path, _ in remote.asked if path != "/v1/models"]
+
+
+async def test_logprobs_are_those_of_the_server(app: Starlette, remote: ScriptedServer) -> None:
+    """Its tokens come with their texts, and without ids."""
+    top = [{"token": "sky", "logprob": -0.25, "bytes": [115, 107, 121]}, {"token": "sea", "logprob": -2.0}]
+    token = {"token": "sky", "logprob": -0.25, "bytes": None, "top_logprobs": top}
+    choice = {"delta": {"content": "sky"}, "logprobs": {"content": [token]}}
+    remote.scripts[CHAT] = [[event({"choices": [choice]}), chat_piece(reason="stop"), USAGE, END]]
+    body = json.loads((await post(app, CHAT, messages=MESSAGES, logprobs=True, top_logprobs=2)).body)
+    (found,) = body["choices"][0]["logprobs"]["content"]
+    assert (found["token"], found["logprob"], found["bytes"]) == ("sky", -0.25, [115, 107, 121])
+    assert [(each["token"], each["logprob"]) for each in found["top_logprobs"]] == [("sky", -0.25), ("sea", -2.0)]
+    (_, asked) = remote.asked[-1]
+    assert asked["logprobs"] is True and asked["top_logprobs"] == 2
+
+    of_two = {
+        "tokens": ["The", " sky"],
+        "token_logprobs": [-1.0, -0.5],
+        "top_logprobs": [{"The": -1.0}, {" sky": -0.5}],
+    }
+    choice = {"text": "The sky", "logprobs": of_two}
+    remote.scripts[TEXT] = [[event({"choices": [choice]}), text_piece(reason="length"), USAGE, END]] * 3
+    fields = {"prompt": "x", "max_tokens": 20, "logprobs": 1}
+    body = json.loads((await post(app, TEXT, **fields)).body)
+    assert body["choices"][0]["text"] == "The sky"
+    found = body["choices"][0]["logprobs"]
+    assert (found["tokens"], found["token_logprobs"]) == (["The", " sky"], [-1.0, -0.5])
+    assert (found["top_logprobs"], found["text_offset"]) == ([{"The": -1.0}, {" sky": -0.5}], [0, 3])
+    streamed = events_of(await post(app, TEXT, **fields, stream=True))
+    named = [name for each in streamed for name in (each["choices"][0].get("logprobs") or {}).get("tokens", [])]
+    assert named == ["The", " sky"] and "".join(each["choices"][0]["text"] for each in streamed) == "The sky"
+    native = json.loads((await post(app, "/generate", prompt="x", max_tokens=20, logprobs=1)).body)
+    assert [(each["text"], each["logprob"]) for each in native["tokens"]] == [("The", -1.0), (" sky", -0.5)]
+    assert all(each["id"] < 0 for each in native["tokens"]), "they are no ids of the model"
+
+
+def test_tokens_of_a_server_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_texts, "MAX_TOKENS", 3)
+    texts = token_texts.TokenTexts("here")
+    assert [texts.id_of(each) for each in (b"a", b"b", b"a")] == [-2, -3, -2]
+    assert texts.decode([-2, -3, -1]) == "ab"
+    for text in (b"c", b"x" * 2000):
+        with pytest.raises(RemoteFailed, match="vocabulary"):
+            texts.id_of(text)
+    for number in (-4, 0, 5):
+        with pytest.raises(InvalidRequest):
+            texts.decode([number])
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
