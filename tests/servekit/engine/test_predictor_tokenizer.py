@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
-from servekit.errors import ConfigError, ContextTooLong, InvalidRequest
+from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, ServekitError
 from servekit.prediction import PredictionRequest
 from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
 from tests.support.predictor_checkpoints import CLS, PAIRS, SEP, TEXTS, VOCAB, make_tokenizer
@@ -104,6 +104,29 @@ async def test_texts_become_lower_case_if_the_checkpoint_says_so() -> None:
     finally:
         tokenizer.close()
     assert item.token_ids == make().encode_blocking(request(["the sky"]))[0].token_ids
+
+
+async def test_only_one_short_text_is_encoded_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, in_threads = make(), []
+    run = tokenizer._threads.run
+
+    async def count(tenant: str, work: Any) -> Any:
+        in_threads.append(tenant)
+        return await run(tenant, work)
+
+    monkeypatch.setattr(tokenizer._threads, "run", count)
+    try:
+        for inputs in (["the sky"], [("the sky", "is blue")]):
+            assert await tokenizer.encode(request(inputs), "a") == tokenizer.encode_blocking(request(inputs))
+        assert not in_threads
+        for inputs in (["the sky", "is blue"], ["the sky " * 100], [[1, 2]]):
+            wanted = request(inputs, truncates=True)
+            assert await tokenizer.encode(wanted, "a") == tokenizer.encode_blocking(wanted)
+        assert in_threads == ["a"] * 3
+    finally:
+        tokenizer.close()
+    with pytest.raises(ServekitError, match="shutting down"):
+        await tokenizer.encode(request(["the sky"]), "a")
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
