@@ -87,10 +87,6 @@ class Service(Protocol):
         """Whether a slot would be free if all waiting sequences had theirs. If not, what is not urgent should wait."""
 
     @property
-    def has_spare_connections(self) -> bool:
-        """Whether one more request leaves a connection to the model's own server free. True if it has none."""
-
-    @property
     def http_counters(self) -> HttpCounters: ...
 
     def now(self) -> float:
@@ -126,6 +122,10 @@ class Engine(Service, Protocol):
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest sequence, or of the longest input. Raises WorkerNotReady until the model is loaded."""
+
+    @property
+    def has_spare_connections(self) -> bool:
+        """Whether one more request leaves a connection to the model's own server free. True if it has none."""
 
     async def live_view(self) -> LiveView:
         """One frame of the live view."""

@@ -291,7 +291,8 @@ class RemoteEngine(RemoteModel):
             requests.tokens_delivered([], [now_s - output.last_token_s], now_s)
         output.last_token_s = now_s
         index, is_chat = output.index, state.request.chat is not None
-        *first, (token_id, known) = [self._numbered(token) for token in piece.tokens] or [(UNKNOWN_TOKEN_ID, None)]
+        tokens: list[tuple[int, TokenLogprobs | None]] = [self._numbered(token) for token in piece.tokens]
+        *first, (token_id, known) = tokens or [(UNKNOWN_TOKEN_ID, None)]
         for each_id, each in first:  # the last token has the text of all of them
             state.queue.put(TokenDelta(index, each_id, "", False, logprobs=each))
         if is_chat:
