@@ -5,7 +5,7 @@
    process then have a quarter of the speed that they have alone, where one thread would have half of it and more. So the
    time is measured in which the first thread that has ended its work waits for the last one. If that is too much of a
    window, the team gets smaller by one thread, and the kernel runs the others on cores of their own. After a pause, one
-   more thread is tried for a window. While it does not pay, pauses get longer.
+   more thread is tried for a window. While that does not pay, pauses get longer.
 
    omp_set_num_threads also sets the threads of torch's operations that are called from this thread. Results do not depend
    on the number of threads. */
@@ -25,6 +25,7 @@ typedef struct {
     int size, full;                 /* threads now, and at most; 0: nothing has been computed yet */
     int64_t elapsed_ns, waited_ns;  /* in the regions of this window */
     int64_t retry_ns, pause_ns;     /* when to try one more thread, and the next pause */
+    int is_trying;                  /* whether the newest thread has not been there for a whole window */
 } team_state;
 
 static _Thread_local team_state team; /* of the thread that begins regions */
@@ -48,7 +49,11 @@ int64_t begin_region(void) {
     const int64_t now = now_ns();
     const int size = omp_get_max_threads();
     if (size != team.size) team = (team_state){.size = size, .full = size, .pause_ns = MIN_PAUSE_NS}; /* by others */
-    if (team.size < team.full && now >= team.retry_ns) resize(team.size + 1);
+    if (team.size < team.full && now >= team.retry_ns) {
+        resize(team.size + 1);
+        team.is_trying = 1;
+        team.retry_ns = INT64_MAX; /* the window decides */
+    }
     return now;
 }
 
@@ -71,8 +76,10 @@ void end_region(int64_t began_ns) {
         team.retry_ns = now + team.pause_ns;
         team.pause_ns = 2 * team.pause_ns < MAX_PAUSE_NS ? 2 * team.pause_ns : MAX_PAUSE_NS;
         resize(team.size - 1);
-        return;
+    } else if (team.is_trying) {
+        team.pause_ns = team.pause_ns / 4 > MIN_PAUSE_NS ? team.pause_ns / 4 : MIN_PAUSE_NS;
+        team.retry_ns = now + team.pause_ns;
     }
+    team.is_trying = 0;
     team.elapsed_ns = team.waited_ns = 0;
-    if (team.size == team.full && team.pause_ns > MIN_PAUSE_NS) team.pause_ns /= 2;
 }
