@@ -1,10 +1,10 @@
-"""The team of threads gets smaller while one of them is late, and grows again."""
+"""The team of threads gets smaller while one of them is late, and grows again. The clock is the test's."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,71 +12,85 @@ import torch
 
 from workers.csrc.build import FOLDER, find_compiler
 
-# One region: its last thread is late by so many microseconds. Returns how many threads it had.
+# A region in which the last thread ends its work later than the others. Returns how many threads it has.
 REGION = """
-#include <unistd.h>
+#include <stdint.h>
+#include <time.h>
+
+static int64_t clock_ns = 1000000000;
+
+static int read_clock(clockid_t clock, struct timespec *time) {
+    (void)clock;
+    time->tv_sec = clock_ns / 1000000000;
+    time->tv_nsec = clock_ns % 1000000000;
+    return 0;
+}
+
+#define clock_gettime read_clock
 #include "team.c"
 
-int run_region(int late_us) {
-    int num_threads = 0;
+int run_region(int work_us, int late_us) {
     const int64_t began_ns = begin_region();
-#pragma omp parallel
-    {
-#pragma omp single
-        num_threads = omp_get_num_threads();
-        if (omp_get_thread_num() && omp_get_thread_num() == num_threads - 1) usleep(late_us);
-        end_work();
-    }
+    const int size = omp_get_max_threads();
+    clock_ns += 1000 * (int64_t)work_us;
+    for (int thread = 0; thread < size; thread++) work_ends[thread].ns = clock_ns;
+    if (size > 1) clock_ns += 1000 * (int64_t)late_us;
+    work_ends[size - 1].ns = clock_ns;
     end_region(began_ns);
-    return num_threads;
-}
-
-int begin_with(int num_threads) {
-    omp_set_num_threads(num_threads);
-    return run_region(0);
+    return size;
 }
 """
+WORK_US = 100
 
 
-@pytest.fixture(scope="module")
-def team(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+class Team:
+    """A team of its own, and the time that passes in its regions."""
+
+    def __init__(self, library: Path) -> None:
+        self._run = ctypes.CDLL(str(library)).run_region
+
+    def sizes(self, num_regions: int, late_us: int) -> list[int]:
+        """Run regions; return how many threads each one had."""
+        return [self._run(WORK_US, late_us) for _ in range(num_regions)]
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Team]:
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("team")
-    source, library = folder / "region.c", folder / "region.so"
+    before = torch.get_num_threads()  # torch brings the OpenMP library
+    source, library = tmp_path / "region.c", tmp_path / "region.so"
     source.write_text(REGION)
     command = [compiler, "-std=gnu11", "-fopenmp", "-fPIC", "-shared", f"-I{FOLDER}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
-    assert torch.get_num_threads()  # torch brings the OpenMP library
-    return ctypes.CDLL(str(Path(library)))
+    yield Team(library)
+    torch.set_num_threads(before)
 
 
-def regions_until(team: ctypes.CDLL, num_threads: int, late_us: int) -> int:
-    """Run regions until they have so many threads; return how many there were."""
-    limit_s, number = time.monotonic() + 60, 0
-    while team.run_region(late_us) != num_threads:
-        assert time.monotonic() < limit_s, f"no region had {num_threads} threads"
-        number += 1
-    return number
+def test_a_thread_that_is_late_leaves_the_team_and_comes_back(team: Team) -> None:
+    torch.set_num_threads(3)
+    assert set(team.sizes(1000, late_us=40)) == {3}, "less than 40 % of the time is lost"
+    late = team.sizes(100, late_us=1000)
+    assert late[:15] == [3] * 15 and late[-1] == 1, "after 20 ms of such regions, one is fewer"
+    assert late == sorted(late, reverse=True)
+    back = team.sizes(5000, late_us=0)
+    assert back[:300] == [1] * 300 and back[-1] == 3, "one more is tried after a pause"
+    assert back == sorted(back)
 
 
-def test_a_thread_that_is_late_leaves_the_team_and_comes_back(team: ctypes.CDLL) -> None:
-    before = torch.get_num_threads()
-    try:
-        assert team.begin_with(3) == 3
-        assert regions_until(team, 2, 1000) >= 1, "one region is no reason"
-        regions_until(team, 1, 1000)
-        regions_until(team, 3, 0)
-        assert team.begin_with(2) == 2, "a number that others set counts at once"
-    finally:
-        torch.set_num_threads(before)
+def test_more_threads_are_tried_less_often_while_they_are_late(team: Team) -> None:
+    torch.set_num_threads(2)
+    team.sizes(30, late_us=1000)
+    first, later = (team.sizes(30_000, late_us=1000).count(2) for _ in range(2))
+    assert later < first < 300, "of 30,000 regions in each three seconds"
+    assert 2 in team.sizes(20_000, late_us=1000), "it is tried again, at least every 1.6 s"
 
 
-def test_a_team_of_one_stays(team: ctypes.CDLL) -> None:
-    before = torch.get_num_threads()
-    try:
-        assert team.begin_with(1) == 1
-        assert {team.run_region(1000) for _ in range(100)} == {1}
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_that_others_set_counts_at_once(team: Team) -> None:
+    torch.set_num_threads(3)
+    team.sizes(25, late_us=1000)
+    torch.set_num_threads(4)
+    assert team.sizes(1, late_us=0) == [4]
+    torch.set_num_threads(1)
+    assert set(team.sizes(50_000, late_us=0)) == {1}
