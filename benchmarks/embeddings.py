@@ -103,7 +103,8 @@ def rate(url: str, kind: str, texts: list[str], num_clients: int) -> float:
         for text in remaining:
             path, body = request(kind, [text])
             encoded = json.dumps(body).encode()
-            writer.write(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(encoded)))
+            writer.write(b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
+            writer.write(b"Content-Length: %d\r\n\r\n" % len(encoded))
             writer.write(encoded)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             answer = await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
