@@ -2,15 +2,22 @@
 
     t = step + prefill_token * (prompt tokens) + prefill_pair * (pairs of a prompt token and one that it attends to)
              + decode_token * (decodes) + kv_token * (tokens whose keys and values the decodes read)
+             + resume, if the worker was idle before
 
-This is linear in the work, as in a roofline model (Williams, Waterman, Patterson, 2009). The five times have the least
+This is linear in the work, as in a roofline model (Williams, Waterman, Patterson, 2009). The six times have the least
 weighted squares of the errors relative to a step's time, and none is negative. Old steps count less and less. A step
 that took much longer than expected counts little (Huber, "Robust Estimation of a Location Parameter", 1964), because it
 says more about the machine than about its work. What such steps add on average is in `slowdown`.
+
+Neighbouring steps may be slow or fast together: something else uses the machine for a while, or the times do not fit
+this kind of work. So the mean error of the last steps is expected of the next ones, and less of those further ahead.
+How much is expected depends on how far the errors of neighbours agree: nothing if they do not (Wiener, "Extrapolation,
+Interpolation, and Smoothing of Stationary Time Series", 1949).
 """
 
 from __future__ import annotations
 
+from math import exp, log
 from typing import Any
 
 import numpy as np
@@ -18,7 +25,8 @@ from msgspec import Struct
 
 from servekit.protocol.messages import StepPlan
 
-TERMS = ("step", "prefill_token", "prefill_pair", "decode_token", "kv_token")
+TERMS = ("step", "prefill_token", "prefill_pair", "decode_token", "kv_token", "resume")
+IDLE_S = 5e-3  # a shorter pause between two steps does not show
 
 
 class StepWork(Struct, frozen=True, gc=False):
@@ -28,10 +36,11 @@ class StepWork(Struct, frozen=True, gc=False):
     num_prefill_pairs: float  # of a prompt token and a token that it attends to
     num_decode_tokens: int  # one for each sequence, and one more for each draft
     num_kv_tokens: int  # that decodes attend to
+    num_resumes: int = 0  # 1 if the worker was idle before: threads sleep then, and caches hold something else
 
     @staticmethod
-    def of(plan: StepPlan) -> StepWork:
-        """Count the work of a plan. Takes 0.1 µs for each chunk."""
+    def of(plan: StepPlan, idle_s: float = 0.0) -> StepWork:
+        """Count the work of a plan, before which the worker was idle for `idle_s`. Takes 0.1 µs for each chunk."""
         num_prefill = num_decode = num_kv = 0
         num_pairs = 0.0
         for chunk in plan.chunks:
@@ -42,11 +51,18 @@ class StepWork(Struct, frozen=True, gc=False):
             else:
                 num_prefill += num_tokens
                 num_pairs += num_tokens * (chunk.start + 0.5 * num_tokens)
-        return StepWork(num_prefill, num_pairs, num_decode, num_kv)
+        return StepWork(num_prefill, num_pairs, num_decode, num_kv, int(idle_s >= IDLE_S))
 
-    def amounts(self) -> tuple[float, float, float, float, float]:
+    def amounts(self) -> tuple[float, ...]:
         """Return the amount that each of TERMS is multiplied by."""
-        return 1.0, self.num_prefill_tokens, self.num_prefill_pairs, self.num_decode_tokens, self.num_kv_tokens
+        return (
+            1.0,
+            self.num_prefill_tokens,
+            self.num_prefill_pairs,
+            self.num_decode_tokens,
+            self.num_kv_tokens,
+            self.num_resumes,
+        )
 
 
 class LatencyModel:
@@ -55,6 +71,10 @@ class LatencyModel:
     DECAY = 0.998  # of the weight of a step, once another one has followed: half after 350 steps
     ERROR_DECAY = 0.98  # the same for the mean error, which so follows a change within some 50 steps
     SLOWDOWN_DECAY = 0.995  # and for the slowdown: one step that was held up must not show
+    LEVEL_DECAY = 0.8  # and for the mean error of the last steps
+    NOISE_SHARE = (1.0 - LEVEL_DECAY) / (1.0 + LEVEL_DECAY)  # of the variance of one error, in that of such a mean
+    AGREEMENT_DECAY = 0.998  # and for how far neighbours agree
+    DRIFT_FADES = 0.97  # what is left of the drift one step further ahead: half after 23 steps
     MIN_SCALE = 0.02  # errors of 2 % are noise on every machine
     HUBER_RATIO = 3.0  # an error above so many mean errors loses weight
     MAX_RATIO = 5.0  # a step that took longer than this, compared with what was expected, counts as that
@@ -64,8 +84,12 @@ class LatencyModel:
     def __init__(self) -> None:
         self.coefficients_s = (0.0,) * len(TERMS)
         self.num_steps = 0
-        self.relative_error = 0.0  # mean of recent steps, absolute
-        self.slowdown = 1.0  # mean ratio of recent steps: their time to what the five times say
+        self.relative_error = 0.0  # mean of recent steps, absolute: their time to what was expected of the next step
+        self.slowdown = 1.0  # mean ratio of recent steps: their time to what the six times say
+        self._fit_error = 0.0  # like relative_error, without the drift
+        self._level = 0.0  # mean error of the last steps: the logarithm of their time to what times and slowdown say
+        self._last_error = 0.0  # of the newest step
+        self._squares = self._neighbours = 0.0  # sums of squared errors, and of those of a step times the next one
         self._weight = 1.0  # of the next step: growing, in place of all sums that decay
         self._products = [[0.0] * len(TERMS) for _ in TERMS]  # of amounts with amounts
         self._wanted = [0.0] * len(TERMS)  # products of amounts with seconds
@@ -76,23 +100,49 @@ class LatencyModel:
         return self.num_steps > 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that took `seconds`. Takes about 5 µs, and each sixteenth time ten times as long."""
+        """Learn from a step that took `seconds`. Takes about 6 µs, and each sixteenth time ten times as long."""
         seconds = max(seconds, 1e-7)
         amounts = work.amounts()
+        # The first errors are those of a model that knows nothing.
+        share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
+        error = min(abs(seconds / (self.seconds_of(work, 0) or seconds) - 1.0), self.MAX_RATIO - 1.0)
+        self.follow(work, seconds)
+        self.relative_error += share * (error - self.relative_error)
         expected_s = self._expected_s(amounts) or seconds
         ratio = min(seconds / expected_s, self.MAX_RATIO)
         error = abs(ratio - 1.0)
-        limit = self.HUBER_RATIO * max(self.relative_error, self.MIN_SCALE)
+        limit = self.HUBER_RATIO * max(self._fit_error, self.MIN_SCALE)
         self._add(amounts, expected_s, seconds, min(1.0, limit / error) if error else 1.0)
-        # The first errors are those of a model that knows nothing.
-        share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
-        self.relative_error += share * (error - self.relative_error)
+        self._fit_error += share * (error - self._fit_error)
         self.num_steps += 1
-        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, it is the five times that are wrong
+        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, it is the six times that are wrong
             share = max(1.0 - self.SLOWDOWN_DECAY, 1.0 / (1.0 + self.num_steps - self.STEPS_PER_SOLUTION))
             self.slowdown += share * (ratio - self.slowdown)
         if self.num_steps < self.STEPS_PER_SOLUTION or self.num_steps % self.STEPS_PER_SOLUTION == 0:
             self._solve()
+
+    def follow(self, work: StepWork, seconds: float) -> None:
+        """Learn how fast the worker is now, from a step that took `seconds`, and nothing about kinds of work."""
+        expected_s = self.seconds_of(work) or seconds
+        # One step that was held up must not show. Many in sequence make errors large, and then their limit.
+        limit = self.HUBER_RATIO * max(self.relative_error, self.MIN_SCALE)
+        if self.num_steps > self.STEPS_PER_SOLUTION:
+            error = min(max(log(seconds / expected_s), self._level - limit), self._level + limit)
+            self._level += (1.0 - self.LEVEL_DECAY) * (error - self._level)
+            self._squares = self.AGREEMENT_DECAY * self._squares + error * error
+            self._neighbours = self.AGREEMENT_DECAY * self._neighbours + error * self._last_error
+            self._last_error = error
+
+    @property
+    def drift(self) -> float:
+        """What is expected of the next step: the logarithm of its time to what the times and the slowdown say.
+
+        The best linear estimate: the mean error of the last steps times the part of its variance that is not noise.
+        """
+        if self._neighbours <= 0.0:
+            return 0.0
+        agreement = min(1.0, self._neighbours / self._squares)
+        return self._level * agreement / (agreement + self.NOISE_SHARE * (1.0 - agreement))
 
     def info(self) -> dict[str, Any]:
         """Return what /info says of it: each of TERMS in microseconds, and how good they are."""
@@ -100,9 +150,15 @@ class LatencyModel:
         quality = {"slowdown": self.slowdown, "relative_error": self.relative_error, "num_steps": self.num_steps}
         return {name: float(f"{value:.4g}") for name, value in {**times, **quality}.items()}
 
-    def seconds_of(self, work: StepWork) -> float:
-        """Return how long a step with this work is expected to take; 0 until one was observed."""
-        return self.slowdown * self._expected_s(work.amounts())
+    def seconds_of(self, work: StepWork, num_steps_ahead: int | None = None) -> float:
+        """Return how long a step with this work is expected to take; 0 until one was observed.
+
+        With 0 it is the next step that is done, with 1 the one after it; without a number, some step in the future.
+        """
+        mean_s = self.slowdown * self._expected_s(work.amounts())
+        if num_steps_ahead is None:
+            return mean_s
+        return mean_s * exp(self.drift * self.DRIFT_FADES**num_steps_ahead)
 
     def _expected_s(self, amounts: tuple[float, ...]) -> float:
         return sum([amount * time_s for amount, time_s in zip(amounts, self.coefficients_s, strict=True)])

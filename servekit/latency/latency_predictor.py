@@ -57,7 +57,7 @@ class LatencyPredictor(ReplayWatcher):
     NUM_ROLLS = 5  # with different lengths of answers; the median counts, and their spread
 
     def __init__(self, *, learns: bool = True) -> None:
-        """Without `learns`, it predicts with what it has taken over from another one."""
+        """Without `learns`, it uses what it has taken over, and learns only how fast the worker is at the moment."""
         self.model = LatencyModel()
         self.lengths = AnswerLengths()
         self.calibration = Calibration()
@@ -78,7 +78,8 @@ class LatencyPredictor(ReplayWatcher):
         """Note a step that was sent to the worker."""
         if self._in_flight and self._in_flight[-1].epoch != plan.epoch:
             self._in_flight.clear()
-        self._in_flight.append(_InFlight(plan.epoch, plan.step_id, now_s, StepWork.of(plan)))
+        work = StepWork.of(plan, self._idle_s(now_s))
+        self._in_flight.append(_InFlight(plan.epoch, plan.step_id, now_s, work))
 
     def committed(self, manager: WorkloadManager, tokens: list[SequenceToken], now_s: float) -> None:
         """Learn from a result: from the time of its step, and from the answers that it ended."""
@@ -90,6 +91,8 @@ class LatencyPredictor(ReplayWatcher):
                 seconds = now_s - max(step.planned_s, self._last_done_s)
                 if self.learns:
                     self.model.observe(step.work, seconds)
+                else:
+                    self.model.follow(step.work, seconds)
             else:  # Several results came late, or the worker was lost. Such times do not show how long one step takes.
                 while len(in_flight) > manager.num_in_flight:
                     in_flight.popleft()
@@ -136,11 +139,11 @@ class LatencyPredictor(ReplayWatcher):
         """Like `predict`, as a generator that returns the prediction. Others may run wherever it yields."""
         if not self.model.is_known or manager.num_in_flight != len(self._in_flight):
             return None
-        state, in_flight_s = save_manager(manager), self._expected_ends(now_s)
+        state, in_flight_s, idle_s = save_manager(manager), self._expected_ends(now_s), self._idle_s(now_s)
         first_tokens_s, ends_s = [], []
         for draw in range(self.NUM_ROLLS):
             yield
-            roll = RollForward(manager.config, state, self.model, self.lengths, now_s, in_flight_s, draw)
+            roll = RollForward(manager.config, state, self.model, self.lengths, now_s, in_flight_s, draw, idle_s)
             wanted = roll.ends_s if to_end else roll.first_tokens_s
             while sequence_id not in wanted:
                 if roll.num_steps == max_steps or not roll.step():
@@ -163,10 +166,14 @@ class LatencyPredictor(ReplayWatcher):
         """When each step in flight is expected to be done. An overdue one is expected at once."""
         ends_s: list[float] = []
         done_s = self._last_done_s
-        for step in self._in_flight:
-            done_s = max(now_s, max(step.planned_s, done_s) + self.model.seconds_of(step.work))
+        for num_ahead, step in enumerate(self._in_flight):
+            done_s = max(now_s, max(step.planned_s, done_s) + self.model.seconds_of(step.work, num_ahead))
             ends_s.append(done_s)
         return ends_s
+
+    def _idle_s(self, now_s: float) -> float:
+        """How long the worker has been idle; 0 if a step is in flight."""
+        return 0.0 if self._in_flight else now_s - self._last_done_s
 
     def _spread(self, seconds: list[float]) -> float:
         """The standard deviation of the logarithm of a time: by the lengths of answers, and by the model's error."""

@@ -33,8 +33,12 @@ class RollForward:
         now_s: float,
         in_flight_s: Sequence_[float] = (),
         draw: int = 0,
+        idle_s: float = 0.0,
     ) -> None:
-        """`in_flight_s` says when each step in flight is expected to be done. Each `draw` has other lengths."""
+        """`in_flight_s` says when each step in flight is expected to be done. Each `draw` has other lengths.
+
+        `idle_s` is how long the worker has been idle, if nothing is in flight.
+        """
         self.now_s = now_s
         self.num_steps = 0
         self.first_tokens_s: dict[int, float] = {}  # by sequence id, of those that had none
@@ -43,6 +47,7 @@ class RollForward:
         self._model = model
         self._lengths = lengths
         self._draw = draw
+        self._idle_s = idle_s
         self._final_lengths: dict[int, int] = {}  # of answers, by sequence id
         self._done_s = deque(in_flight_s)
         assert len(self._done_s) == self._manager.num_in_flight
@@ -58,7 +63,9 @@ class RollForward:
         manager.expire(self.now_s)
         while (plan := manager.plan(self.now_s)) is not None:
             began_s = max(self.now_s, self._done_s[-1]) if self._done_s else self.now_s
-            self._done_s.append(began_s + self._model.seconds_of(StepWork.of(plan)))
+            num_ahead = self.num_steps + len(self._done_s)
+            work = StepWork.of(plan, self._idle_s if not num_ahead else 0.0)
+            self._done_s.append(began_s + self._model.seconds_of(work, num_ahead))
         if not self._done_s:
             return False
         self.now_s = max(self.now_s, self._done_s.popleft())

@@ -9,7 +9,7 @@ import pytest
 from servekit.latency.latency_model import LatencyModel, StepWork
 from servekit.protocol.messages import ScheduledChunk, StepPlan
 
-TRUE_S = (4e-3, 40e-6, 30e-9, 150e-6, 80e-9)
+TRUE_S = (4e-3, 40e-6, 30e-9, 150e-6, 80e-9, 2e-3)
 
 
 def seconds_of(work: StepWork, times_s: tuple[float, ...] = TRUE_S) -> float:
@@ -18,9 +18,8 @@ def seconds_of(work: StepWork, times_s: tuple[float, ...] = TRUE_S) -> float:
 
 def some_work(rng: random.Random) -> StepWork:
     num_decodes, num_prefill = rng.randrange(1, 33), rng.choice([0, 0, 0, rng.randrange(1, 257)])
-    return StepWork(
-        num_prefill, num_prefill * rng.uniform(0.5, 800.0), num_decodes, num_decodes * rng.randrange(20, 900)
-    )
+    num_pairs, num_kv_tokens = num_prefill * rng.uniform(0.5, 800.0), num_decodes * rng.randrange(20, 900)
+    return StepWork(num_prefill, num_pairs, num_decodes, num_kv_tokens, int(rng.random() < 0.1))
 
 
 def fit(model: LatencyModel, rng: random.Random, num_steps: int, noise: float, factor: float = 1.0) -> None:
@@ -115,3 +114,37 @@ def test_the_work_of_a_plan_is_counted() -> None:
         ScheduledChunk(3, 0, 1, (), (), False),
     )
     assert StepWork.of(StepPlan(0, 0, (), chunks, ())) == StepWork(17, 16 * 40.0 + 0.5, 4, 101 + 53)
+
+
+def test_a_spell_of_slow_steps_is_expected_to_go_on_and_to_end() -> None:
+    model, rng = LatencyModel(), random.Random(7)
+    fit(model, rng, 1000, noise=0.02)
+    fit(model, rng, 20, noise=0.02, factor=1.3)
+    work = some_work(rng)
+    assert model.seconds_of(work, 0) == pytest.approx(1.3 * seconds_of(work), rel=0.06)
+    ahead_s = [model.seconds_of(work, number) for number in (0, 5, 50, 500)]
+    assert ahead_s == sorted(ahead_s, reverse=True) and ahead_s[-1] == pytest.approx(model.seconds_of(work))
+
+
+def test_one_step_that_was_held_up_hardly_shows_in_the_next_one() -> None:
+    model, rng = LatencyModel(), random.Random(8)
+    fit(model, rng, 1000, noise=0.0)
+    work = some_work(rng)
+    model.observe(work, 0.5)
+    assert model.seconds_of(work, 0) == pytest.approx(seconds_of(work), rel=0.04)
+
+
+def test_what_cannot_be_fitted_is_still_followed() -> None:
+    model, rng = LatencyModel(), random.Random(9)
+    fit(model, rng, 500, noise=0.0)
+    times_s, num_steps = model.coefficients_s, model.num_steps
+    for _ in range(40):
+        work = some_work(rng)
+        model.follow(work, 1.5 * seconds_of(work))
+    assert model.seconds_of(work, 0) == pytest.approx(1.5 * seconds_of(work), rel=0.05)
+    assert (model.coefficients_s, model.num_steps) == (times_s, num_steps)
+
+
+def test_a_step_resumes_if_the_worker_was_idle_before() -> None:
+    plan = StepPlan(0, 0, (), (ScheduledChunk(0, 100, 1, (), (), True),), ())
+    assert [StepWork.of(plan, idle_s).num_resumes for idle_s in (0.0, 1e-3, 0.1)] == [0, 0, 1]

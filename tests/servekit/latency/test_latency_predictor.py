@@ -20,9 +20,12 @@ STEP_S = 0.01
 
 
 class Service:
-    """A manager, whose steps all take STEP_S, and its predictor. Answers are cut at max_tokens."""
+    """A manager, whose steps all take STEP_S, and its predictor. Answers are cut at max_tokens.
 
-    def __init__(self, max_num_seqs: int = 2, max_steps_in_flight: int = 2) -> None:
+    After a pause, the first step takes `resume_s` more.
+    """
+
+    def __init__(self, max_num_seqs: int = 2, max_steps_in_flight: int = 2, resume_s: float = 0.0) -> None:
         self.manager = WorkloadManager(
             SchedulerConfig(
                 num_blocks=64,
@@ -34,7 +37,8 @@ class Service:
             )
         )
         self.predictor = LatencyPredictor()
-        self.now_s = 0.0
+        self.now_s = self.done_s = 0.0
+        self.resume_s = resume_s
         self.first_tokens_s: dict[int, float] = {}
         self.ends_s: dict[int, float] = {}
         self._in_flight: deque[tuple[float, StepPlan]] = deque()
@@ -57,7 +61,8 @@ class Service:
         self.manager.expire(self.now_s)
         while (plan := self.manager.plan(self.now_s)) is not None:
             began_s = self._in_flight[-1][0] if self._in_flight else self.now_s
-            self._in_flight.append((began_s + STEP_S, plan))
+            resume_s = self.resume_s if not self._in_flight and self.now_s > self.done_s else 0.0
+            self._in_flight.append((began_s + STEP_S + resume_s, plan))
             self.predictor.planned(self.manager, plan, self.now_s)
 
     def step(self) -> bool:
@@ -66,6 +71,7 @@ class Service:
         if not self._in_flight:
             return False
         self.now_s, plan = self._in_flight.popleft()
+        self.done_s = self.now_s
         num_sampled = sum(chunk.samples for chunk in plan.chunks)
         result = StepResult(plan.epoch, plan.step_id, (7,) * num_sampled, 0.0)
         tokens = self.manager.commit(result, self.now_s)
@@ -108,6 +114,23 @@ def test_first_token_and_end_are_predicted_exactly_if_nothing_is_left_to_chance(
     assert prediction.end_s == pytest.approx(service.ends_s[wanted] - prediction.predicted_s, rel=0.01)
     assert prediction.first_token.low_s < measured_s < prediction.first_token.high_s
     service.predictor.measured(prediction, service.first_tokens_s[wanted])
+
+
+def test_a_request_that_comes_to_an_idle_worker_waits_until_it_resumes() -> None:
+    service = Service(resume_s=5e-3)
+    for _ in range(30):
+        service.add()
+        service.run()
+        service.now_s += 0.5
+    wanted = service.add()
+    prediction = service.predictor.predict(service.manager, wanted, service.now_s, 1000)
+    assert prediction is not None and prediction.raw_s == pytest.approx(STEP_S + 5e-3, rel=0.05)
+    service.plan()
+    second = service.add()  # comes while the first step is in flight
+    prediction = service.predictor.predict(service.manager, second, service.now_s, 1000)
+    service.run()
+    assert prediction is not None
+    assert prediction.raw_s == pytest.approx(service.first_tokens_s[second] - prediction.predicted_s, rel=0.05)
 
 
 def test_only_a_predicted_end_is_compared_with_the_end_that_came(service: Service) -> None:
