@@ -1,28 +1,35 @@
 """Compare predicted times to the first token with measured ones, on a real engine: a table, and a page with a picture.
 
-The engine serves the demo model. Clients ask questions and let the model end its answers, so the lengths of
-answers are not known before. First come requests of another kind, from which the predictor learns. Then come those that
-are measured, in random order of arrival, at some parts of the load that the engine can bear. The predictions are made
+The engine serves a Llama of 84 million random weights. Answers end at lengths that nothing but the worker knows: a
+sequence may not end before, and must end then. First come requests of another kind, with prompts that are twice as
+long, from which the predictor learns. Then clients that always wait show what the engine can bear. Then come the
+requests that are measured, in random order of arrival, at some parts of that load. The predictions are made
 afterwards, from the journal of the engine: when a request is added there, a predictor sees what the manager was like
-then.
+then. They are made twice: by a predictor that goes on learning, as that of a server does, and by one that learns
+nothing from the measured requests.
 
     python -m benchmarks.prediction --out build/prediction
+    python -m benchmarks.prediction --journal build/journal     # keeps the journal, or predicts again if it is there
 
-It takes about four minutes. Run nothing else meanwhile: another program makes steps longer than they were before.
+It takes under seven minutes. Run nothing else meanwhile: another program makes steps longer than they were before.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from html import escape
-from math import log10
+from math import exp, log10
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, median
 
+from msgspec import Struct
+
+from benchmarks.progress import Progress
+from benchmarks.random_llama import SMALL_SHAPE, make_random_llama
 from servekit.embedded.async_llm import AsyncLLM
 from servekit.embedded.sampling_params import SamplingParams
 from servekit.latency.latency_predictor import LatencyPredictor, Prediction
@@ -33,22 +40,135 @@ from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 
-QUESTIONS = Path(__file__).parents[1] / "servekit/assets/demo_model/questions.jsonl"
-MAX_TOKENS = 300
+MODEL_FOLDER = Path("build/small-llama")
 NUM_SLOTS = 8
+MAX_TOKENS = 300  # of an answer
 MAX_ROLL_STEPS = 5000
 JOURNAL_BYTES = 2**40
 # A journal has no names of requests. So max_tokens is MAX_TOKENS plus the kind of the request, which shows its kind.
 # The kind of a measured request is its load in percent.
 LEARNED, CAPACITY = 1, 2
+FIRST_TOKEN_ID = 3  # those below are special
+
+
+class Demand(Struct, frozen=True):
+    """The lengths of requests: log-normal, with these medians."""
+
+    prompt_tokens: int
+    answer_tokens: int = 50
+    spread: float = 0.6  # of the logarithm
+    max_prompt_tokens: int = 250
+
+    def lengths(self, number: int, rng: random.Random) -> list[tuple[int, int]]:
+        """Return the lengths of so many prompts and answers: evenly spread quantiles, in random order.
+
+        Their sums depend on chance less than those of random lengths. A load is to be what it is called.
+        """
+        factors = [exp(self.spread * NormalDist().inv_cdf((index + 0.5) / number)) for index in range(number)]
+        prompts = [min(self.max_prompt_tokens, max(4, round(self.prompt_tokens * factor))) for factor in factors]
+        answers = [min(MAX_TOKENS, max(2, round(self.answer_tokens * factor))) for factor in factors]
+        rng.shuffle(prompts)
+        rng.shuffle(answers)
+        return list(zip(prompts, answers, strict=True))
+
+
+OTHER, MEASURED = Demand(60), Demand(30)
+
+
+class Client:
+    """Sends requests to one engine."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._rng = random.Random(0)
+        self._eos_token_id = SMALL_SHAPE["eos_token_id"]
+
+    async def ask(self, prompt_tokens: int, answer_tokens: int, kind: int) -> float:
+        """Send a request, wait for its answer, and return the time to its first token."""
+        prompt = [self._rng.randrange(FIRST_TOKEN_ID, SMALL_SHAPE["vocab_size"]) for _ in range(prompt_tokens)]
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS + kind,
+            min_tokens=answer_tokens - 1,
+            logit_bias={str(self._eos_token_id): 100.0},
+            temperature=1.0,
+        )
+        loop, first_token_s = asyncio.get_running_loop(), 0.0
+        sent_s = loop.time()
+        async for _ in self._llm.generate(prompt, params, stream=True):
+            first_token_s = first_token_s or loop.time()
+        return first_token_s - sent_s
+
+    async def flood(self, demand: Demand, kind: int, num_clients: int, seconds: float, pause_s: float = 0.0) -> float:
+        """Ask with clients that wait for each answer; return how many answers ended per second.
+
+        The first third of the time does not count: slots fill then.
+        """
+        loop = asyncio.get_running_loop()
+        began_s, ends_s = loop.time(), []
+        lengths: list[tuple[int, int]] = []
+
+        async def client() -> None:
+            while loop.time() < began_s + seconds:
+                if not lengths:
+                    lengths.extend(demand.lengths(32, self._rng))
+                await self.ask(*lengths.pop(), kind)
+                ends_s.append(loop.time())
+                await asyncio.sleep(pause_s * self._rng.random())
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        return sum(seconds / 3 <= at_s - began_s < seconds for at_s in ends_s) / (seconds * 2 / 3)
+
+    async def arrive(self, demand: Demand, kind: int, rate: float, seconds: float) -> None:
+        """Ask at random times, `rate` times per second."""
+        number = round(rate * seconds)
+        at_s = sorted(self._rng.uniform(0.0, seconds) for _ in range(number))
+        loop, tasks = asyncio.get_running_loop(), []
+        began_s = loop.time()
+        for each_s, lengths in zip(at_s, demand.lengths(number, self._rng), strict=True):
+            await asyncio.sleep(max(0.0, began_s + each_s - loop.time()))
+            tasks.append(asyncio.create_task(self.ask(*lengths, kind)))
+        await asyncio.gather(*tasks)
+
+
+async def serve(journal: Path, model: str, loads: list[float], seconds: float) -> None:
+    async with AsyncLLM(
+        model,
+        max_num_seqs=NUM_SLOTS,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        scheduling_policy="fcfs",
+        journal=str(journal),
+        journal_max_bytes=JOURNAL_BYTES,
+    ) as llm:
+        client = Client(llm)
+        with Progress("parts", 3 + len(loads)) as progress:
+            progress.begin("to learn from, a low load")
+            await client.flood(OTHER, LEARNED, 2, seconds / 3, pause_s=1.0)
+            progress.begin("to learn from, an overload")
+            await client.flood(OTHER, LEARNED, 2 * NUM_SLOTS, seconds / 2)
+            progress.begin("capacity")
+            rate = await client.flood(MEASURED, CAPACITY, 2 * NUM_SLOTS, seconds * 2 / 3)
+            for load in loads:
+                progress.begin(f"load {load:g}, {load * rate:.2f} requests/s")
+                await client.arrive(MEASURED, round(100 * load), load * rate, seconds)
+
+
+class Outcome(Struct, frozen=True):
+    """A predicted first token that came."""
+
+    kind: int
+    prediction: Prediction
+    measured_s: float
 
 
 class Watcher(ReplayWatcher):
     """Predicts each request of a journal when it is added, and notes when its first token came."""
 
-    def __init__(self) -> None:
+    def __init__(self, learns: bool) -> None:
+        """Without `learns`, nothing is learned from the measured requests."""
         self.predictor = LatencyPredictor()
-        self.outcomes: list[tuple[int, Prediction, float]] = []  # kind, prediction, measured seconds
+        self.outcomes: list[Outcome] = []
+        self._learns = learns
         self._open: dict[int, tuple[int, Prediction]] = {}
         self._is_idle = False  # the manager, before the sequence that is being added
         self._came_to_idle: list[Sequence] = []
@@ -63,6 +183,8 @@ class Watcher(ReplayWatcher):
             self._came_to_idle.clear()
 
     def added(self, manager: WorkloadManager, sequence: Sequence) -> None:
+        if kind_of(sequence) >= CAPACITY:
+            self.predictor.learns = self._learns
         if self._is_idle or self._came_to_idle:
             self._came_to_idle.append(sequence)
         else:
@@ -71,7 +193,7 @@ class Watcher(ReplayWatcher):
     def _predict(self, manager: WorkloadManager, sequence: Sequence, now_s: float) -> None:
         prediction = self.predictor.predict(manager, sequence.sequence_id, now_s, MAX_ROLL_STEPS)
         if prediction is not None:
-            self._open[sequence.sequence_id] = sequence.sampling.max_tokens - MAX_TOKENS, prediction
+            self._open[sequence.sequence_id] = kind_of(sequence), prediction
 
     def planned(self, manager: WorkloadManager, plan: StepPlan, now_s: float) -> None:
         self.predictor.planned(manager, plan, now_s)
@@ -83,73 +205,59 @@ class Watcher(ReplayWatcher):
             if found is not None:
                 kind, prediction = found
                 self.predictor.measured(prediction, now_s)
-                self.outcomes.append((kind, prediction, now_s - prediction.predicted_s))
+                self.outcomes.append(Outcome(kind, prediction, now_s - prediction.predicted_s))
 
 
-async def ask(llm: AsyncLLM, prompt: str, kind: int) -> None:
-    params = SamplingParams(max_tokens=MAX_TOKENS + kind, temperature=1.0)
-    async for _ in llm.generate(prompt, params, stream=False):
-        pass
+def kind_of(sequence: Sequence) -> int:
+    return sequence.sampling.max_tokens - MAX_TOKENS
 
 
-async def flood(llm: AsyncLLM, prompts: list[str], kind: int, seconds: float) -> float:
-    """Ask with twice as many clients as slots; return the answers per second."""
-    loop, num_ended = asyncio.get_running_loop(), 0
-    until_s = loop.time() + seconds
-
-    async def client(number: int) -> None:
-        nonlocal num_ended
-        rng = random.Random(number)
-        while loop.time() < until_s:
-            await ask(llm, rng.choice(prompts), kind)
-            num_ended += loop.time() < until_s
-
-    await asyncio.gather(*map(client, range(2 * NUM_SLOTS)))
-    return num_ended / seconds
+def predict(journal: Path, learns: bool) -> tuple[dict[str, float], list[Outcome]]:
+    """Return what the predictor has learned in the end, and what came of the measured requests."""
+    watcher = Watcher(learns)
+    result = replay_journal(journal, watcher)
+    assert result.difference is None, result.difference
+    return watcher.predictor.model.info(), [outcome for outcome in watcher.outcomes if outcome.kind > CAPACITY]
 
 
-async def arrive(llm: AsyncLLM, prompts: list[str], kind: int, rate: float, seconds: float) -> None:
-    """Ask at random times, with a mean of `rate` requests per second."""
-    rng, tasks, at_s = random.Random(kind), [], 0.0
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
-        tasks.append(asyncio.create_task(ask(llm, rng.choice(prompts), kind)))
-    await asyncio.gather(*tasks)
+def as_table(outcomes: list[Outcome]) -> list[list[str]]:
+    rows = [["load", "requests", "median error", "in the 80 % band", "median wait until the first token"]]
+    for kind in sorted({outcome.kind for outcome in outcomes}):
+        found = [outcome for outcome in outcomes if outcome.kind == kind]
+        bands = [(each.prediction.first_token, each.measured_s) for each in found]
+        errors = [abs(band.median_s / measured_s - 1.0) for band, measured_s in bands]
+        inside = [band.low_s <= measured_s <= band.high_s for band, measured_s in bands]
+        rows.append(
+            [
+                f"{kind / 100:g}",
+                f"{len(found)}",
+                f"{100 * median(errors):.1f} %",
+                f"{100 * sum(inside) / len(inside):.0f} %",
+                f"{1e3 * median(measured_s for _, measured_s in bands):.0f} ms",
+            ]
+        )
+    return rows
 
 
-async def serve(journal: Path, model: str, loads: list[float], seconds: float) -> float:
-    questions = [json.loads(line)["prompt"] for line in QUESTIONS.read_text().splitlines()]
-    others = [" ".join(questions[index : index + 3]) for index in range(0, len(questions) - 3, 3)]
-    async with AsyncLLM(
-        model, max_num_seqs=NUM_SLOTS, scheduling_policy="fcfs", journal=str(journal), journal_max_bytes=JOURNAL_BYTES
-    ) as llm:
-        await flood(llm, others, LEARNED, seconds)
-        rate = await flood(llm, questions, CAPACITY, seconds)
-        for load in loads:
-            await arrive(llm, questions, round(100 * load), load * rate, seconds)
-    return rate
-
-
-def as_page(title: str, outcomes: list[tuple[int, Prediction, float]], rows: list[list[str]]) -> str:
+def as_page(title: str, outcomes: list[Outcome], rows: list[list[str]]) -> str:
     """Draw measured against predicted times, both logarithmic, and the band of each prediction."""
-    kinds = sorted({kind for kind, _, _ in outcomes})
-    values = [value for _, each, measured_s in outcomes for value in (each.first_token.median_s, measured_s)]
+    kinds = sorted({outcome.kind for outcome in outcomes})
+    values = [value for each in outcomes for value in (each.prediction.first_token.median_s, each.measured_s)]
     low, high = log10(min(values)) - 0.1, log10(max(values)) + 0.1
 
     def at(seconds: float) -> float:
         return 400.0 * (log10(max(seconds, 10**low)) - low) / (high - low)
 
     marks = []
-    for kind, each, measured_s in outcomes:
-        x, band = at(each.first_token.median_s), each.first_token
-        is_inside = band.low_s <= measured_s <= band.high_s
-        hue = 220 - 70 * kinds.index(kind)
+    for each in outcomes:
+        band = each.prediction.first_token
+        x = at(band.median_s)
+        is_inside = band.low_s <= each.measured_s <= band.high_s
+        color, y = f"hsl({220 - 70 * kinds.index(each.kind)} 65% 50%)", 400 - at(each.measured_s)
         marks.append(
-            f'<g stroke="hsl({hue} 65% 50%)"><line x1="{x:.1f}" x2="{x:.1f}" y1="{400 - at(band.low_s):.1f}" '
-            f'y2="{400 - at(band.high_s):.1f}" opacity=".25"/><circle cx="{x:.1f}" cy="{400 - at(measured_s):.1f}" '
-            f'r="2.5" fill="{f"hsl({hue} 65% 50%)" if is_inside else "none"}"/></g>'
+            f'<g stroke="{color}"><line x1="{x:.1f}" x2="{x:.1f}" y1="{400 - at(band.low_s):.1f}" '
+            f'y2="{400 - at(band.high_s):.1f}" opacity=".25"/><circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" '
+            f'fill="{color if is_inside else "none"}"/></g>'
         )
     ticks = []
     for exponent in range(-4, 4):
@@ -185,40 +293,31 @@ prediction; a hollow dot is outside of its band. {names}</p>
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--folder", type=Path, default=MODEL_FOLDER, help="where the model is kept")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.85, 1.1])
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each part")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of each load")
+    parser.add_argument("--journal", type=Path, help="keep it there; if it is there, nothing is served")
     parser.add_argument("--out", type=Path, help="folder for the page")
     options = parser.parse_args()
-    watcher = Watcher()
     with tempfile.TemporaryDirectory() as folder:
-        journal = Path(folder) / "journal"
-        rate = asyncio.run(serve(journal, options.model, options.loads, options.seconds))
-        result = replay_journal(journal, watcher)
-    assert result.difference is None, result.difference
-    rows = [["load", "requests", "median error", "in the 80 % band", "median wait until the first token"]]
-    for load in options.loads:
-        found = [(each, measured_s) for kind, each, measured_s in watcher.outcomes if kind == round(100 * load)]
-        errors = [abs(each.first_token.median_s / measured_s - 1.0) for each, measured_s in found]
-        inside = [each.first_token.low_s <= measured_s <= each.first_token.high_s for each, measured_s in found]
-        rows.append(
-            [
-                f"{load:g}",
-                f"{len(found)}",
-                f"{100 * median(errors):.1f} %",
-                f"{100 * sum(inside) / len(inside):.0f} %",
-                f"{1e3 * median(measured_s for _, measured_s in found):.0f} ms",
-            ]
-        )
-    print(f"capacity: {rate:.1f} requests/s; step times: {watcher.predictor.model.info()}\n")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        measured = [outcome for outcome in watcher.outcomes if outcome[0] > CAPACITY]
-        path = options.out / "prediction.html"
-        path.write_text(as_page("Predicted and measured times to the first token", measured, rows))
-        print(f"\nwritten: {path}")
+        journal = options.journal or Path(folder) / "journal"
+        if not journal.exists():
+            model = str(make_random_llama(options.folder, SMALL_SHAPE))
+            asyncio.run(serve(journal, model, options.loads, options.seconds))
+        with ProcessPoolExecutor() as processes:
+            found = {learns: processes.submit(predict, journal, learns) for learns in (True, False)}
+    for learns, future in found.items():
+        info, measured = future.result()
+        rows = as_table(measured)
+        print(f"\n{'it goes on learning' if learns else 'nothing is learned from these requests'}")
+        print(f"{info}\n")
+        for row in rows:
+            print("| " + " | ".join(row) + " |")
+        if learns and options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            path = options.out / "prediction.html"
+            path.write_text(as_page("Predicted and measured times to the first token", measured, rows))
+            print(f"\nwritten: {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Llama of 0.4 billion random weights, with a tokenizer: a model of a common size that needs no download."""
+"""Llamas of random weights, with a tokenizer: models of common sizes that need no download."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
+}
+# 84 million weights. The output matrix is not the input embedding, so all tokens are about as likely.
+SMALL_SHAPE: dict[str, Any] = SHAPE | {
+    "vocab_size": 8192,
+    "hidden_size": 640,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "tie_word_embeddings": False,
 }
 SPECIAL_TOKENS = ["<|bos|>", "<|eos|>", "<|pad|>"]
 MAX_CORPUS_BYTES = 12_000_000
