@@ -14,8 +14,8 @@ from servekit.laboratory.report import COLUMNS, COMPARISON, format_figure
 from servekit.laboratory.summary import Summary
 from servekit.laboratory.timeline import Timeline
 
-_TEMPLATE = "page.html"
-_PLACEHOLDER = "/* data */ null"
+_TEMPLATE, _FRAME = "page.html", "frame.html"
+_PAGE, _DATA = "<!-- page -->", "/* data */ null"
 MICROSECONDS = 1e-6
 
 
@@ -34,12 +34,14 @@ def as_page(title: str, runs: list[tuple[BatchingMode, str, Timeline, Summary]],
 
 
 def fill_template(package: str, name: str, data: dict[str, object]) -> str:
-    """Return a page of a package with its data."""
+    """Return a page of a package with its data, which has a `title`, in the frame that all pages have in common."""
     # In a script element, "</" would end it, and "<!--" would begin a comment.
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    template = files(package).joinpath(name).read_text()
-    assert template.count(_PLACEHOLDER) == 1
-    return template.replace(_PLACEHOLDER, text)
+    page = files(__package__).joinpath(_FRAME).read_text()
+    for placeholder, content in ((_PAGE, files(package).joinpath(name).read_text()), (_DATA, text)):
+        assert page.count(placeholder) == 1
+        page = page.replace(placeholder, content)
+    return page
 
 
 def write_page(path: Path, text: str) -> None:
