@@ -150,6 +150,13 @@ def test_a_service_that_cannot_earn_its_price_is_never_cheaper(config: str) -> N
     assert dear.is_ever_cheaper is True and cheap.is_ever_cheaper is False
 
 
+def test_a_service_breaks_even_where_a_book_says(config: str) -> None:
+    """An API takes 8,500 a month for a million requests, and servers cost 10,640: as much as 1.25 million requests."""
+    api_price = 8500 / (2000 + 20)  # for a million tokens
+    cost = small_plan(config, price_per_hour=10_640 / 730, api_price=api_price).cost
+    assert cost.num_devices == 1 and cost.break_even_requests_per_month == pytest.approx(1.25e6, rel=0.002)
+
+
 def test_quantized_weights_whose_files_are_missing_need_a_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(config).write_text(json.dumps({**LLAMA_8B, "quantization_config": {"quant_method": "awq"}}))
     assert main(["plan", config]) == 2 and "--weights" in capsys.readouterr().err

@@ -30,6 +30,20 @@ def test_a_token_of_llama_2_7b_takes_half_a_mebibyte_and_16_long_sequences_take_
     assert layout.kv_bytes_per_token == 2**19 and 16 * 4096 * layout.kv_bytes_per_token == 32 * 2**30
 
 
+@pytest.mark.parametrize(("name", "number"), [("a10", 4), ("l40s", 16)])
+def test_so_many_sequences_of_4096_tokens_of_llama_2_7b_fit_beside_its_weights(name: str, number: int) -> None:
+    """Books fill the whole memory. servekit leaves a tenth of it free, so `servekit plan` prints fewer."""
+    layout = Layout(shape=read_shape(LLAMA_2_7B))
+    num_blocks = layout.num_kv_blocks(int(find_device(name).memory_bytes) - layout.num_weight_bytes, block_size=16)
+    assert num_blocks * 16 // 4096 == number
+
+
+def test_a_request_to_a_7b_model_keeps_268_megabytes_to_4_gigabytes() -> None:
+    """For 512 and 8,192 tokens of a model without shared heads."""
+    num_bytes = Layout(shape=read_shape(LLAMA_2_7B)).kv_bytes_per_token
+    assert (round(512 * num_bytes / 1e6), round(8192 * num_bytes / 1e9, 1)) == (268, 4.3)
+
+
 def test_seven_billion_weights_take_at_least_4_ms_on_an_h100() -> None:
     """Books say 4.2 ms for 14 GB at the data sheet's bandwidth, so at most 238 tokens/s."""
     num_bytes = Layout(shape=read_shape(LLAMA_2_7B)).num_weight_bytes
@@ -41,6 +55,10 @@ def test_latent_attention_would_keep_a_71st_of_what_whole_keys_and_values_take()
     shape = read_shape(DEEPSEEK_V3)
     whole, latent = 2 * shape.kv_numbers_per_token, 2 * shape.num_layers * shape.latent_dim
     assert latent == pytest.approx(70e3, rel=0.01) and whole / latent == pytest.approx(71, rel=0.01)
+    # Books count heads of 128 numbers: 56.9 times less than with a head for each query, as much as with 2.25 heads.
+    of_one_head = 2 * 128
+    assert 128 * of_one_head / shape.latent_dim == pytest.approx(56.9, abs=0.05)
+    assert shape.latent_dim / of_one_head == 2.25
 
 
 def test_a_decode_step_of_one_sequence_reads_the_weights_once_and_a_prompt_computes() -> None:
