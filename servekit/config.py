@@ -182,6 +182,23 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "what --gpu-memory-utilization leaves beside the weights"
         ),
     ] = None
+    kv_offload_memory_bytes: Annotated[
+        Positive | None,
+        Meta(
+            description="memory of the host, in bytes, in which each worker keeps KV blocks that leave the KV cache; "
+            "they are loaded again when a prompt needs them; by default none are kept (docs/kv_offloading.md)"
+        ),
+    ] = None
+    kv_offload_dir: Annotated[
+        str | None,
+        Meta(
+            description="folder in which each worker keeps such blocks as well, so that they survive a restart; needs "
+            "--kv-offload-memory-bytes. The files contain what was in prompts and answers"
+        ),
+    ] = None
+    kv_offload_disk_bytes: Annotated[
+        Positive, Meta(description="maximum bytes of the blocks of each worker in --kv-offload-dir")
+    ] = 20 * 2**30
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0.0, le=1.0, description="fraction of the GPU's memory for weights and KV cache")
     ] = 0.9
@@ -548,6 +565,9 @@ MODEL_SETTINGS = frozenset(
         "block_size",
         "num_kv_blocks",
         "kv_cache_memory_bytes",
+        "kv_offload_memory_bytes",
+        "kv_offload_dir",
+        "kv_offload_disk_bytes",
         "gpu_memory_utilization",
         "kv_cache_dtype",
         "speculative",
@@ -710,7 +730,9 @@ RENAMED_SETTINGS = {
     "disable_overlap_schedule": "max_steps_in_flight",
     "disable_radix_cache": "enable_prefix_caching",
     "hostname": "host",
+    "hicache_size": "kv_offload_memory_bytes",
     "json_output": "log_format",
+    "kv_offloading_size": "kv_offload_memory_bytes",
     "lora_adapters": "lora",
     "lora_modules": "lora",
     "lora_paths": "lora",
@@ -752,7 +774,7 @@ _TOOLS = "tool calls need no other setting; --tool-call-parser chooses their for
 _REASONING = (
     "reasoning has a field of its own; --reasoning-parser chooses its form where the chat template does not tell"
 )
-_OFFLOADING = "there is no CPU offloading or swap space; preempted sequences are recomputed"
+_OFFLOADING = "weights are not offloaded; --kv-offload-memory-bytes keeps KV blocks in the host's memory"
 _TRUST = "code in a model's repository is never run; the architecture must be part of transformers"
 _TOKENIZER = "the tokenizer is always the model's own tokenizer.json; put another one into the model's directory"
 _DOWNLOADS = "--cache-dir or the variable HF_HOME sets the folder for downloads"
@@ -782,6 +804,7 @@ EXPLAINED_SETTINGS = {
     "enable_auto_tool_choice": _TOOLS,
     "enable_chunked_prefill": _ALWAYS,
     "enable_expert_parallel": _PARALLELISM,
+    "enable_hierarchical_cache": _OFFLOADING,
     "enable_metrics": _ALWAYS,
     "enable_reasoning": _REASONING,
     "enforce_eager": _GRAPHS,

@@ -19,6 +19,7 @@ from servekit.protocol.framing import MessageReceiver, MessageSender
 from servekit.protocol.lora import LoadAdapter
 from servekit.protocol.messages import (
     FromWorker,
+    ListBlocks,
     Loading,
     LoadModel,
     Profiled,
@@ -113,6 +114,9 @@ class ModelWorker(WorkerLoop):
             case LoadAdapter():
                 assert self._runner is not None, "an adapter before the model was loaded"
                 return self._runner.load_adapter(message.adapter)
+            case ListBlocks():
+                assert self._runner is not None, "a question for blocks before the model was loaded"
+                return self._runner.list_blocks(message.start)
             case _:
                 raise ValueError(f"{type(message).__name__} is not for a model worker")
 
@@ -132,6 +136,7 @@ class ModelWorker(WorkerLoop):
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
             with quick_imports():  # of torch, too, which takes seconds
                 from workers.runner.model_runner import load  # type: ignore[assignment]
+        settings = replace(settings, fingerprint=fingerprint)
         self._runner, ready = load(settings, lambda stage: self.send(Loading(stage)))
         place = RankInfo(ready.device, format_cpu_list(os.sched_getaffinity(0)))
         return replace(ready, model=replace(ready.model, fingerprint=fingerprint), ranks=(place,))

@@ -16,8 +16,18 @@ from servekit.executor.model_executor import ModelExecutor
 from servekit.latency.latency_predictor import LatencyPredictor
 from servekit.observability.metrics import SchedulerStats
 from servekit.observability.observer import Observer, StepSummary
-from servekit.protocol.messages import StepFailed
-from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart
+from servekit.protocol.messages import BlocksListed, ListBlocks, StepFailed
+from servekit.scheduler.commands import (
+    AddSequence,
+    AnnounceBlocks,
+    Commit,
+    Expire,
+    Finish,
+    Operation,
+    Outcome,
+    Plan,
+    Restart,
+)
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
 from servekit.scheduler.sequence import NEVER, Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -25,6 +35,8 @@ from servekit.scheduler.workload_manager import WorkloadManager
 log = logging.getLogger("servekit")
 
 STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
+MAX_ANNOUNCED_BLOCKS = 2**17  # by a new worker; one that joined may go on for ever
+KEYS_PER_COMMAND = 1024  # a journal hashes them, which takes 1 µs for each
 ENDS_PER_TURN = 32  # of sequences: so many take about 2 ms, and then other callbacks run before the next plan
 RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
@@ -80,6 +92,7 @@ class EngineCore:
         self._replica = replica
         self._wake = asyncio.Event()  # wakes an idle main loop
         self._is_idle = False
+        self._knows_blocks = not manager.kv_connector.is_on  # that the worker's KV connector held when it started
         self._iteration_began_s = clock()
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._warned_of_latency_target = False
@@ -190,6 +203,8 @@ class EngineCore:
             raise executor.loss
         if executor.is_leaving and not manager.num_in_flight:
             raise executor.mark_left()
+        if not self._knows_blocks:
+            await self._ask_for_blocks()
         if not manager.has_work:
             await self._wait_for_work()
             return
@@ -223,6 +238,22 @@ class EngineCore:
             observer.step_done(result, num_delivered, loop_time_s, now_s)
         if len(ended) >= ENDS_PER_TURN:
             await asyncio.sleep(0)
+
+    async def _ask_for_blocks(self) -> None:
+        """Tell the manager which blocks a new worker's KV connector holds. Raises WorkerError."""
+        start = 0
+        while True:
+            listed = await self._executor.ask(ListBlocks(start))
+            assert isinstance(listed, BlocksListed)
+            if not listed.keys:
+                break
+            start += len(listed.keys)
+            for first in range(0, len(listed.keys), KEYS_PER_COMMAND):
+                self.apply(AnnounceBlocks(listed.keys[first : first + KEYS_PER_COMMAND]))
+                await asyncio.sleep(0)
+            if start >= MAX_ANNOUNCED_BLOCKS:
+                break
+        self._knows_blocks = True
 
     async def _wait_for_work(self) -> None:
         self._wake.clear()
@@ -316,6 +347,7 @@ class EngineCore:
 
     def _restart_sequences(self, is_out_of_memory: bool = False) -> None:
         """Reset all running sequences, because the worker's KV is gone. Fail requests that crash workers repeatedly."""
+        self._knows_blocks = is_out_of_memory or not self.manager.kv_connector.is_on
         what = "ran out of memory" if is_out_of_memory else "was lost"
         for sequence in self.apply(Restart(is_out_of_memory)):
             output = self._registry.output(sequence.sequence_id)

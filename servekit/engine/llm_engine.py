@@ -309,6 +309,8 @@ class LLMEngine(OneModel):
         ]
         if self.adapters is not None:
             observers.append(self.metrics.adapters)
+        if config.kv_offload_memory_bytes is not None:
+            observers.append(self.metrics.offloading(index))
         for observer in observers:
             observer.worker_ready(None, self._clock())
         return EngineCore(

@@ -86,6 +86,17 @@ class Replica:
             "num_blocks": None if worker is None else worker.num_blocks,
             "ranks": [] if worker is None else worker.ranks,
             "latency_model": None if self._core is None else self._core.latency.model.info(),
+            "kv_connector": self._kv_connector_info(),
+        }
+
+    def _kv_connector_info(self) -> dict[str, int] | None:
+        connector = None if self._core is None else self._core.manager.kv_connector
+        if connector is None or not connector.is_on:
+            return None
+        return {
+            "num_blocks": connector.num_keys,
+            "num_loaded_blocks": connector.num_loaded_blocks,
+            "num_failed_loads": connector.num_failed_loads,
         }
 
     def describe(self) -> str:

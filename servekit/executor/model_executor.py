@@ -14,13 +14,11 @@ from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerNotRea
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.placement import ANYWHERE, Placement
 from servekit.executor.step_timeout import StepTimeout, backoff_s
-from servekit.executor.worker_connection import Question, WorkerConnection
+from servekit.executor.worker_connection import Answer, Question, WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
-from servekit.protocol.lora import AdapterLoaded
 from servekit.protocol.messages import (
     LoadModel,
-    Profiled,
     Shutdown,
     StepFailed,
     StepPlan,
@@ -213,7 +211,7 @@ class ModelExecutor:
             self._num_losses = 0
         return message
 
-    async def ask(self, request: Question) -> Profiled | AdapterLoaded:
+    async def ask(self, request: Question) -> Answer:
         """Send a request that is not a step, and return its answer.
 
         Raises WorkerNotReady, WorkerLost or WorkerTimeout.
@@ -299,6 +297,22 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
             f"the simulated model {config.model!r} cannot be divided: leave out --tensor-parallel-size and "
             "--pipeline-parallel-size"
         )
+    if config.kv_offload_dir is not None and config.kv_offload_memory_bytes is None:
+        raise ConfigError(
+            f"kv_offload_dir = {config.kv_offload_dir!r} needs --kv-offload-memory-bytes: blocks come from the disk "
+            "through the host's memory"
+        )
+    if config.kv_offload_memory_bytes is not None:
+        if not config.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-offload-memory-bytes needs the prefix cache, whose blocks it keeps; leave out "
+                "--no-enable-prefix-caching"
+            )
+        if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "--kv-offload-memory-bytes works with one process for each replica: leave it out, or leave out "
+                "--tensor-parallel-size and --pipeline-parallel-size"
+            )
     return LoadModel(
         model_path=config.model if is_simulated(config.model) else path,
         dtype=config.dtype,
@@ -321,4 +335,7 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
         speculative=speculative,
         max_loras=config.max_loras if config.has_adapters else 0,
         max_lora_rank=config.max_lora_rank if config.has_adapters else 0,
+        kv_offload_memory_bytes=config.kv_offload_memory_bytes or 0,
+        kv_offload_dir=config.kv_offload_dir or "",
+        kv_offload_disk_bytes=config.kv_offload_disk_bytes,
     )

@@ -20,9 +20,11 @@ from servekit.protocol.frames import FrameCodec
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import (
     HEARTBEAT_S,
+    BlocksListed,
     FromWorker,
     Heartbeat,
     Leaving,
+    ListBlocks,
     Loading,
     Profiled,
     Shutdown,
@@ -36,7 +38,11 @@ from servekit.protocol.prediction import PredictorReady
 
 log = logging.getLogger("servekit")
 
-Question = StartProfile | StopProfile | LoadAdapter  # answered by one message, while steps are in flight
+# Each is answered by one message, while steps are in flight.
+Question = StartProfile | StopProfile | LoadAdapter | ListBlocks
+Answer = Profiled | AdapterLoaded | BlocksListed
+
+_ANSWERS: dict[type[Struct], type[Struct]] = {LoadAdapter: AdapterLoaded, ListBlocks: BlocksListed}
 
 # How long a worker that was asked to shut down may take before it is ended. It holds no state worth waiting for.
 STOP_TIMEOUT_S = 2.0
@@ -134,12 +140,12 @@ class WorkerConnection:
         else:
             self.mark_lost(WorkerTimeout(f"the model worker did not answer within {timeout_s:.3g} s"), "step_timeout")
 
-    async def ask(self, request: Question) -> Profiled | AdapterLoaded:
+    async def ask(self, request: Question) -> Answer:
         """Send a request and return its answer, also while steps are in flight. Raises the loss like `receive`."""
         if self.loss is not None:
             raise self.loss
-        answer: asyncio.Future[Profiled | AdapterLoaded] = self._loop.create_future()
-        kind = AdapterLoaded if isinstance(request, LoadAdapter) else Profiled
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        kind = _ANSWERS.get(type(request), Profiled)
         self._requests.append(
             (kind, answer)
         )  # stays in the queue if the caller is cancelled, because the answer still comes
@@ -209,7 +215,7 @@ class WorkerConnection:
         elif isinstance(message, WorkerFailed):
             kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
             self.mark_lost(kind(message.message), "out_of_memory" if message.is_out_of_memory else "failed")
-        elif isinstance(message, Profiled | AdapterLoaded):
+        elif isinstance(message, Answer):
             if not self._requests or not isinstance(message, self._requests[0][0]):
                 raise ValueError(f"a {type(message).__name__} message without a request for it")
             _, answer = self._requests.popleft()

@@ -19,12 +19,10 @@ from msgspec.structs import replace
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
-from servekit.executor.worker_connection import MAX_PENDING_MESSAGES, Question, WorkerConnection
-from servekit.protocol.lora import AdapterLoaded
+from servekit.executor.worker_connection import MAX_PENDING_MESSAGES, Answer, Question, WorkerConnection
 from servekit.protocol.messages import (
     FromWorker,
     LoadModel,
-    Profiled,
     StepAcknowledged,
     StepFailed,
     StepResult,
@@ -143,7 +141,7 @@ class WorkerGroup:
             return replace(answer, ranks=tuple(chain.from_iterable(infos)))
         return answer
 
-    async def ask(self, request: Question) -> Profiled | AdapterLoaded:
+    async def ask(self, request: Question) -> Answer:
         """Send a request to the rank that sends results, and return its answer: a profile is of that rank."""
         return await self._ranks[self._result_rank].ask(request)
 

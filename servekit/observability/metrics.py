@@ -304,6 +304,44 @@ class WorkerMetrics(Observer):
         self._accounting_errors.inc()
 
 
+class OffloadMetrics(Observer):
+    """KV blocks that leave the KV cache of one replica, and come back."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._stored = metrics.counter(
+            "kv_offload_stored_blocks_total", "KV blocks that left the KV cache and were kept in the host's memory."
+        )
+        loaded = metrics.labelled_counter(
+            "kv_offload_loaded_blocks_total",
+            "KV blocks that were loaded instead of computed, by where they were: memory or disk.",
+            "tier",
+        )
+        self._loaded = {tier: loaded.labels(*metrics.label_values, tier) for tier in ("memory", "disk")}
+        self._failed = metrics.counter(
+            "kv_offload_failed_loads_total",
+            "KV blocks that could not be loaded, because they had just been dropped or their file was damaged; they "
+            "were computed.",
+        )
+        self._unwritten = metrics.counter(
+            "kv_offload_unwritten_blocks_total",
+            "KV blocks that were not written to kv_offload_dir, because the disk was too slow or full.",
+        )
+        size = metrics.labelled_gauge("kv_offload_bytes", "Bytes of the KV blocks that are kept, by where.", "tier")
+        self._bytes = {tier: size.labels(*metrics.label_values, tier) for tier in ("memory", "disk")}
+
+    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+        transfers = result.transfers
+        if transfers is None:
+            return
+        self._stored.inc(transfers.num_stored)
+        self._loaded["memory"].inc(transfers.num_loaded_from_memory)
+        self._loaded["disk"].inc(transfers.num_loaded_from_disk)
+        self._failed.inc(len(transfers.failed_loads))
+        self._unwritten.inc(transfers.num_unwritten)
+        self._bytes["memory"].set(transfers.num_in_memory * transfers.block_bytes)
+        self._bytes["disk"].set(transfers.num_on_disk * transfers.block_bytes)
+
+
 class JoinMetrics:
     """Workers that join: why connections to `--listen-workers` were refused."""
 
@@ -877,6 +915,7 @@ class ModelMetrics:
         self._watched: list[Collector] = []  # what reads the state of an engine
         self.requests = RequestMetrics(metrics)
         self._replicas: list[tuple[StepMetrics, WorkerMetrics]] = []
+        self._offloading: list[OffloadMetrics] = []  # of the replicas
         self.steps, self.workers = self.of_replica(0)
         self.joins = JoinMetrics(metrics)
         self.http = HttpMetrics(metrics)
@@ -888,6 +927,12 @@ class ModelMetrics:
             factory = self._factory.of_replica(len(self._replicas))
             self._replicas.append((StepMetrics(factory), WorkerMetrics(factory)))
         return self._replicas[index]
+
+    def offloading(self, index: int) -> OffloadMetrics:
+        """The metrics of a replica's offloaded blocks; a server without any does not export them."""
+        while len(self._offloading) <= index:
+            self._offloading.append(OffloadMetrics(self._factory.of_replica(len(self._offloading))))
+        return self._offloading[index]
 
     def watch(self, collector: Collector) -> None:
         """Export what `collector` reads of an engine at each scrape, until `forget_engine`."""

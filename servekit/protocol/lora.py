@@ -32,5 +32,9 @@ class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
 
 
 def salted(tenant: str, adapter: LoraAdapter | None) -> str:
-    """The salt of prefix hashes: sequences with different adapters have different keys and values."""
-    return tenant if adapter is None else f"{tenant}\0{adapter.number}"
+    """The salt of prefix hashes: sequences with different adapters have different keys and values.
+
+    Blocks may be kept on the disk under these hashes, so they depend on an adapter's files. Its number means another
+    adapter after a restart.
+    """
+    return tenant if adapter is None else f"{tenant}\0{adapter.fingerprint or adapter.number}"

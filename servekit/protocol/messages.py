@@ -28,6 +28,8 @@ _TOKEN_BYTES = 5
 _LOGPROBS_BYTES = 16 + 12 * MAX_TOP_LOGPROBS  # of one token
 _FAILURE_BYTES = 16 + 4 * MAX_FAILURE_CHARACTERS
 _OTHER_BYTES = 2**20  # of every other message: what is known of a model, or the text of an error
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]  # of a block: the hash of its prefix
 
 
 class LoadModel(Struct, frozen=True, tag="load_model"):
@@ -61,6 +63,9 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     speculative: SpeculativeConfig = SpeculativeConfig()  # never `auto`
     max_loras: int = 0  # LoRA adapters that have a place in memory
     max_lora_rank: int = 0
+    kv_offload_memory_bytes: int = 0  # of the host, for blocks that leave the KV cache; 0: no KV connector
+    kv_offload_dir: str = ""  # "": no files
+    kv_offload_disk_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -230,6 +235,10 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole blocks, copied before anything is computed
     grammars: tuple[str, ...] = ()  # on the wire: each one once, however many assignments use it
+    # Blocks that the KV connector keeps under a key, and that it brings back. Before all else: first the stores,
+    # because the step writes to their blocks, then the loads, then the copies.
+    stores: tuple[tuple[int, bytes], ...] = ()  # (block, key)
+    loads: tuple[tuple[bytes, int], ...] = ()  # (key, block)
 
     @property
     def num_tokens(self) -> int:
@@ -302,6 +311,20 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class TransferReport(Struct, frozen=True, array_like=True, gc=False):
+    """What a worker's KV connector did in a step, and what it holds after that."""
+
+    failed_loads: tuple[int, ...] = ()  # indices of the plan's loads
+    dropped_keys: tuple[Key, ...] = ()  # that it held before, and cannot load any more
+    num_stored: Count = 0  # blocks, without those that it held before
+    num_loaded_from_memory: Count = 0
+    num_loaded_from_disk: Count = 0
+    num_unwritten: Count = 0  # blocks that were not written to the disk: it was too slow, or failed
+    num_in_memory: Count = 0
+    num_on_disk: Count = 0
+    block_bytes: Count = 0
+
+
 class StepResult(Struct, frozen=True, tag="step_result"):
     """What a step sampled: a span of tokens for each chunk that samples, in plan order.
 
@@ -334,6 +357,7 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     draft_prompt_time_s: float = 0.0
     num_adapter_reads: int = 0  # LoRA adapters that were read into memory since the step before
     num_adapter_evictions: int = 0  # of these: in the place of another one
+    transfers: TransferReport | None = None  # with a KV connector
 
 
 class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
@@ -382,11 +406,36 @@ class Profiled(Struct, frozen=True, tag="profiled"):
     num_steps: int = 0
 
 
+MAX_LISTED_KEYS = 2**14  # in one message
+
+
+class ListBlocks(Struct, frozen=True, tag="list_blocks"):
+    """List the blocks that the worker's KV connector holds, from this number on; answered by `BlocksListed`."""
+
+    start: int = 0
+
+
+class BlocksListed(Struct, frozen=True, tag="blocks_listed"):
+    """The answer to ListBlocks. No keys: there are no more."""
+
+    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_LISTED_KEYS)] = ()
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """The last message to a worker: exit."""
 
 
-ToWorker = LoadModel | StepPlan | StartProfile | StopProfile | LoadAdapter | LoadPredictor | PredictBatch | Shutdown
+ToWorker = (
+    LoadModel
+    | StepPlan
+    | StartProfile
+    | StopProfile
+    | LoadAdapter
+    | ListBlocks
+    | LoadPredictor
+    | PredictBatch
+    | Shutdown
+)
 FromWorker = (
     Loading
     | WorkerReady
@@ -398,6 +447,7 @@ FromWorker = (
     | StepFailed
     | Profiled
     | AdapterLoaded
+    | BlocksListed
     | PredictorReady
     | BatchResult
 )

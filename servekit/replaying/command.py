@@ -90,6 +90,11 @@ def _compare(path: Path, options: ReplayOptions) -> Comparison:
             f"{path}: the server used speculative decoding. Which drafts other steps would have accepted is not known; "
             "record with --speculative off, or leave the settings out to compare decisions"
         )
+    if config.has_kv_connector:
+        raise ConfigError(
+            f"{path}: the server offloaded KV blocks. Which ones other steps would have found is not known; record "
+            "without --kv-offload-memory-bytes, or leave the settings out to compare decisions"
+        )
     recorded = read_run(path, header.config)
     if config.enable_prefix_caching and not header.config.enable_prefix_caching:
         raise ConfigError(

@@ -107,8 +107,8 @@ class Replica:
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def num_found(self, hashes: list[bytes]) -> int:
-        """Return how many blocks at the beginning of this chain are in the prefix cache."""
-        return self.manager.kv_cache.prefixes.num_published(hashes)
+        """Return how many blocks at the beginning of this chain are in the prefix cache, or can be loaded into it."""
+        return self.manager.kv_cache.prefixes.num_known(hashes)
 
     def num_expected(self, hashes: list[bytes], start: int) -> int:
         """Return how many blocks from `start` on earlier prompts will have computed before the next sequence starts."""

@@ -110,6 +110,14 @@ class BlockPool:
         assert self._holders[block] > 0, f"block {block} is not leased"
         self._kept.add(block)
 
+    def discard(self, blocks: Iterable[int]) -> None:
+        """Mark the contents of blocks as not worth keeping. Those that only their contents kept become free."""
+        for block in blocks:
+            self._kept.discard(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def release(self, blocks: list[int], fence_step_id: int | None = None) -> None:
         """Remove one holder from each block: at once, or once step `fence_step_id` is settled.
 

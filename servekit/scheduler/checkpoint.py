@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, StepResult, TokenLogprobs
+from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, StepResult, TokenLogprobs, TransferReport
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.crash_quarantine import CrashRecord
 from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.kv_cache_manager import KVCacheManager
+from servekit.scheduler.kv_connector import KVConnector
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import Fair, Shortest
 from servekit.scheduler.prefill_limiter import PrefillLimiter
@@ -54,6 +55,8 @@ class ResultState(Struct, frozen=True, array_like=True):
     num_drafts: tuple[int, ...] = ()  # verified ones of each span, if there are any
     draft_time_s: float = 0.0
     draft_prompt_time_s: float = 0.0
+    failed_loads: tuple[int, ...] = ()  # indices of the plan's loads
+    dropped_keys: tuple[bytes, ...] = ()  # of blocks that the KV connector cannot load any more
 
 
 class SequenceState(Struct, frozen=True, array_like=True):
@@ -109,6 +112,7 @@ class StepState(Struct, frozen=True, array_like=True):
     prompt_chunks: list[tuple[int, int, int, int, int, int]]
     result: ResultState | None
     num_drafts: dict[int, int] = {}  # by index into `sampled`
+    loads: list[tuple[bytes, int]] = []  # (key, block)
 
 
 class PoolState(Struct, frozen=True, array_like=True):
@@ -118,6 +122,7 @@ class PoolState(Struct, frozen=True, array_like=True):
     cached: list[int]  # least recently used first
     fenced: list[tuple[int, list[int]]]  # (step id, blocks)
     published: dict[int, bytes]  # the hash of each published block, the first published first
+    unsettled: list[tuple[int, list[int]]] = []  # (step in flight, blocks published since it was planned)
 
 
 class QueueState(Struct, frozen=True, array_like=True):
@@ -129,6 +134,14 @@ class QueueState(Struct, frozen=True, array_like=True):
     turns: list[tuple[int, str]] = []
     last_left: int = 0
     num_raised_tokens: dict[str, int] = {}
+
+
+class ConnectorState(Struct, frozen=True, array_like=True):
+    """What KVConnector knows between two commands."""
+
+    keys: list[bytes]
+    num_loaded_blocks: int
+    num_failed_loads: int
 
 
 class DraftState(Struct, frozen=True, array_like=True):
@@ -178,7 +191,8 @@ class ManagerState(Struct, frozen=True, array_like=True):
     step_times: list[list[float]]
     num_deferrals: int = 0
     num_share_preemptions: int = 0
-    drafts: DraftState | None = None  # without speculative decoding
+    drafts: DraftState | None = None  # None without speculative decoding
+    connector: ConnectorState | None = None  # None without a KV connector
 
 
 # The fields that PrefillLimiter and its StepTimes learn, in the order in which ManagerState has them.
@@ -217,6 +231,7 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
             cached=list(pool._cached),
             fenced=[(step_id, blocks.copy()) for step_id, blocks in pool._fenced],
             published=manager.kv_cache.prefixes._hash_of.copy(),
+            unsettled=[(step_id, blocks.copy()) for step_id, blocks in manager.kv_cache.prefixes._unsettled],
         ),
         queue=_save_queue(manager),
         suspects=[sequence.sequence_id for sequence in manager.quarantine._suspects],
@@ -232,6 +247,7 @@ def save_manager(manager: WorkloadManager) -> ManagerState:
         num_deferrals=manager.num_deferrals,
         num_share_preemptions=manager.num_share_preemptions,
         drafts=_save_drafts(manager.draft_lengths) if manager.config.max_drafts else None,
+        connector=_save_connector(manager.kv_connector) if manager.kv_connector.is_on else None,
     )
 
 
@@ -301,11 +317,18 @@ def _save_step(step: Step) -> StepState:
         prompt_chunks=prompt_chunks,
         result=None if step.result is None else summarize_result(step.result, step.sampled),
         num_drafts=step.num_drafts.copy(),
+        loads=list(step.loads),
     )
 
 
-def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultState:
-    """What decisions depend on in the result of a step in which these sequences sample."""
+def summarize_result(
+    result: StepResult, sampled: SampledSequences, hash_key: Callable[[bytes], bytes] = bytes
+) -> ResultState:
+    """What decisions depend on in the result of a step in which these sequences sample.
+
+    `hash_key` gives the hash that a recording has in place of a block's.
+    """
+    transfers = result.transfers or TransferReport()
     of_tokens = zip(by_token(sampled, result.counts), result.token_ids, strict=False)
     ends = [index for index, ((sequence, _), token_id) in enumerate(of_tokens) if token_id in sequence.stop_set]
     return ResultState(
@@ -320,6 +343,8 @@ def summarize_result(result: StepResult, sampled: SampledSequences) -> ResultSta
         result.num_drafts,
         result.draft_time_s,
         result.draft_prompt_time_s,
+        transfers.failed_loads,
+        tuple(map(hash_key, transfers.dropped_keys)),
     )
 
 
@@ -346,6 +371,10 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
     )
 
 
+def _save_connector(connector: KVConnector) -> ConnectorState:
+    return ConnectorState(list(connector._keys), connector.num_loaded_blocks, connector.num_failed_loads)
+
+
 def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float], list[float]]:
     return times.classes.copy(), times.means_s.copy(), times.weights.copy()
 
@@ -368,7 +397,19 @@ def map_hashes(state: ManagerState, function: Callable[[bytes], bytes]) -> Manag
     """The same state with other hashes. It decides the same if different hashes stay different."""
     sequences = [replace(each, block_hashes=list(map(function, each.block_hashes))) for each in state.sequences]
     published = {block: function(block_hash) for block, block_hash in state.pool.published.items()}
-    return replace(state, sequences=sequences, pool=replace(state.pool, published=published))
+    in_flight = [_map_hashes_of_step(step, function) for step in state.in_flight]
+    connector = state.connector
+    if connector is not None:
+        connector = replace(connector, keys=list(map(function, connector.keys)))
+    pool = replace(state.pool, published=published)
+    return replace(state, sequences=sequences, pool=pool, in_flight=in_flight, connector=connector)
+
+
+def _map_hashes_of_step(step: StepState, function: Callable[[bytes], bytes]) -> StepState:
+    result = step.result
+    if result is not None:
+        result = replace(result, dropped_keys=tuple(map(function, result.dropped_keys)))
+    return replace(step, loads=[(function(key), block) for key, block in step.loads], result=result)
 
 
 # -- restoring ---------------------------------------------------------------------------------------------------------
@@ -421,6 +462,10 @@ def restore_manager(
     _restore_limiter(manager.prefill_limiter, state)
     if state.drafts is not None:
         _restore_drafts(manager.draft_lengths, state.drafts)
+    if state.connector is not None:
+        manager.kv_connector.announce(state.connector.keys)
+        manager.kv_connector.num_loaded_blocks = state.connector.num_loaded_blocks
+        manager.kv_connector.num_failed_loads = state.connector.num_failed_loads
     _restore_pool(manager.kv_cache, state.pool, manager._running)
     _restore_queue(manager, state)
     return manager
@@ -460,6 +505,7 @@ def replay_result(state: ResultState) -> StepResult:
         num_drafts=state.num_drafts,
         draft_time_s=state.draft_time_s,
         draft_prompt_time_s=state.draft_prompt_time_s,
+        transfers=TransferReport(state.failed_loads, state.dropped_keys),
     )
 
 
@@ -509,6 +555,7 @@ def _restore_step(state: StepState, sequences: dict[int, Sequence]) -> Step:
     step.num_decodes = state.num_decodes
     step.num_prefill_tokens = state.num_prefill_tokens
     step.num_drafts = state.num_drafts.copy()
+    step.loads = tuple(state.loads)
     step.sampled = [
         (_find(sequences, sequence_id, incarnation), incarnation) for sequence_id, incarnation in state.sampled
     ]
@@ -576,6 +623,7 @@ def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequ
     kv_cache.prefixes._hash_of = state.published.copy()
     kv_cache.prefixes._block_of = {block_hash: block for block, block_hash in state.published.items()}
     pool._kept = set(kv_cache.prefixes._hash_of)
+    kv_cache.prefixes._unsettled = deque((step_id, blocks.copy()) for step_id, blocks in state.unsettled)
 
 
 def _restore_queue(manager: WorkloadManager, state: ManagerState) -> None:

@@ -90,6 +90,12 @@ class ChargeElsewhere(Operation[None], frozen=True, tag="charge_elsewhere"):
     max_lead: int  # in tokens: no tenant comes farther ahead of those that wait here
 
 
+class AnnounceBlocks(Operation[None], frozen=True, tag="announce_blocks"):
+    """Note that the worker's KV connector holds these blocks, beside those that steps stored."""
+
+    keys: TokenSequence[bytes]
+
+
 class Restart(Operation[list[Sequence]], frozen=True, tag="restart"):
     """Forget what the worker held. The answer is the sequences that crash workers; the caller finishes them."""
 

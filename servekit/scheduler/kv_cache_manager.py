@@ -10,9 +10,11 @@ first write; here it is made when the fork is admitted, because its first step w
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from servekit.scheduler.future_peak import Demand, FuturePeak, future_peak
+from servekit.scheduler.kv_connector import KVConnector
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.prefix_cache import HashBlock, PrefixCache, chain_hash, continue_chain
 from servekit.scheduler.sequence import Sequence
@@ -23,8 +25,9 @@ class PrefixMatch:
     """What is already computed of a waiting sequence."""
 
     blocks: list[int]  # full ones, to be shared
-    num_tokens: int  # in `blocks`, and in `partial`
+    num_tokens: int  # in `blocks`, in `partial`, and in what is loaded
     partial: int | None = None  # a block of the leader's that is full only in part, to be copied
+    num_loads: int = 0  # blocks behind `blocks` that the KV connector loads
 
 
 class KVCacheManager:
@@ -43,9 +46,11 @@ class KVCacheManager:
         output_lengths: OutputLengthPredictor,
         hash_block: HashBlock = chain_hash,
         is_pipeline: bool = False,
+        connector: KVConnector | None = None,
     ) -> None:
         self.block_size = block_size
-        self.prefixes = PrefixCache(num_blocks)
+        self.connector = connector or KVConnector(is_on=False)
+        self.prefixes = PrefixCache(num_blocks, self.connector)
         self.pool = self.prefixes.pool
         self._enable_prefix_caching = enable_prefix_caching
         self._max_preemptions = max_preemptions
@@ -82,13 +87,15 @@ class KVCacheManager:
         Positions whose logits are needed are never in a match: at least the last known token.
         """
         blocks: list[int] = []
-        num_shareable = sequence.num_shareable
+        num_loads, num_shareable = 0, sequence.num_shareable
         if self._enable_prefix_caching:
             num_blocks = num_shareable // self.block_size
             self._hash_blocks(sequence, num_blocks)
             if num_blocks:
                 blocks = self.prefixes.find(sequence.kv.hashes[:num_blocks])
-        found = PrefixMatch(blocks, len(blocks) * self.block_size)
+                if self.connector.is_on:
+                    num_loads = self.prefixes.num_loadable(sequence.kv.hashes[len(blocks) : num_blocks])
+        found = PrefixMatch(blocks, (len(blocks) + num_loads) * self.block_size, num_loads=num_loads)
         leader = sequence.leader
         # Copies are made at the start of a step, so what is copied must have been computed by an earlier one.
         if leader is None or leader.first_sampled_step_id is None or leader.first_sampled_step_id >= step_id:
@@ -219,6 +226,13 @@ class KVCacheManager:
         self._changed[sequence] = None
         if match.partial is not None:  # it is copied before anything is computed
             self._lease(sequence, 1, is_reserved=True)
+        if match.num_loads:  # they are loaded before that, and so they are published like computed ones
+            loaded = self._lease(sequence, match.num_loads, is_reserved=True)
+            keys = kv.hashes[num_found : num_found + match.num_loads]
+            self.connector.load(keys, loaded)
+            for block, key in zip(loaded, keys, strict=True):
+                self.prefixes.publish(block, key)
+            kv.num_published += match.num_loads
 
     def cover(self, sequence: Sequence, num_positions: int) -> list[int]:
         """Lease the blocks for these positions of a prompt, from the first one on, that it does not have yet."""
@@ -298,6 +312,22 @@ class KVCacheManager:
     def settle(self, step_id: int) -> None:
         """Make the blocks available that were fenced for step `step_id`, which is done."""
         self.pool.settle(step_id)
+
+    def settle_transfers(
+        self, step_id: int, failed: Collection[tuple[bytes, int]], dropped: Iterable[bytes], running: list[Sequence]
+    ) -> list[Sequence]:
+        """Forget the keys of loads that failed in a step, and of blocks that the worker dropped.
+
+        Returns the running sequences that hold a block whose load failed. What is computed for them is wrong.
+        """
+        self.connector.forget(dropped)
+        self.prefixes.settle(step_id, bool(failed))
+        if not failed:
+            return []
+        self.connector.forget(key for key, _ in failed)
+        self.connector.num_failed_loads += len(failed)
+        blocks = {block for _, block in failed}
+        return [sequence for sequence in running if not blocks.isdisjoint(sequence.kv.table)]
 
     def shared_blocks(self, running: list[Sequence]) -> set[int]:
         """The blocks that are in several tables. All holders of such a block but one have it as a found block."""

@@ -12,10 +12,12 @@ copied; a duplicate that was computed at the same time stays unpublished and is 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from servekit.scheduler.block_pool import BlockPool
+from servekit.scheduler.kv_connector import KVConnector
 
 HASH_BYTES = 16
 
@@ -27,7 +29,7 @@ def chain_hash(previous: bytes, token_ids: memoryview) -> bytes:
     """The hash of a block with these tokens after the block with hash `previous`.
 
     Both parts have fixed lengths, so no two different chains have the same bytes. Hashes are compared only with others
-    of the same process, so the machine's byte order does not matter.
+    of the same machine, so its byte order does not matter. A KV connector stores blocks by them.
     """
     return blake2b(previous + token_ids, digest_size=HASH_BYTES).digest()
 
@@ -54,12 +56,18 @@ def continue_chain(
 
 
 class PrefixCache:
-    """An index of the pool's published blocks. The pool decides which of them survive."""
+    """An index of the pool's published blocks. The pool decides which of them survive.
 
-    def __init__(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, on_reuse=self._forget)
+    A block that does not is stored by the connector, if that is on. Then the blocks that were published since the
+    oldest step in flight was planned are remembered: if a load fails, they are forgotten.
+    """
+
+    def __init__(self, num_blocks: int, connector: KVConnector) -> None:
+        self.pool = BlockPool(num_blocks, on_reuse=self._evict)
+        self._connector = connector
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._unsettled: deque[tuple[int, list[int]]] = deque()  # (step in flight, published since it was planned)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest known prefix of this chain."""
@@ -67,13 +75,20 @@ class PrefixCache:
         blocks: list[int] = list(iter(map(self._block_of.get, hashes).__next__, None))
         return blocks[: self.pool.num_shareable(blocks)]
 
-    def num_published(self, hashes: list[bytes]) -> int:
-        """How many blocks at the beginning of this chain are published. Some may be fenced: `find` finds them soon."""
-        if not hashes or hashes[0] not in self._block_of:
-            return 0
-        # Without a loop in Python: 20 ns for each block.
-        is_published = [*map(self._block_of.__contains__, hashes), False]
-        return is_published.index(False)
+    def num_loadable(self, hashes: list[bytes]) -> int:
+        """How many blocks at the beginning of this part of a chain are not published, but can be loaded."""
+        return self._connector.num_loadable(hashes, self._block_of)
+
+    def num_known(self, hashes: list[bytes]) -> int:
+        """How many blocks at the beginning of this chain are published, or can be loaded behind those.
+
+        Some may be fenced: `find` finds them soon.
+        """
+        num_published = 0
+        if hashes and hashes[0] in self._block_of:
+            # Without a loop in Python: 20 ns for each block.
+            num_published = [*map(self._block_of.__contains__, hashes), False].index(False)
+        return num_published + (self.num_loadable(hashes[num_published:]) if self._connector.is_on else 0)
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Make a leased block findable. Of several blocks with one hash, the first one stays the one that is found."""
@@ -81,9 +96,34 @@ class PrefixCache:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
             self.pool.keep(block)
+            if self._unsettled:
+                self._unsettled[-1][1].append(block)
 
-    def _forget(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+    def begin_step(self, step_id: int) -> None:
+        """Note that step `step_id` is planned from now on."""
+        if self._connector.is_on and (not self._unsettled or self._unsettled[-1][0] != step_id):
+            self._unsettled.append((step_id, []))
+
+    def settle(self, step_id: int, has_failed_loads: bool) -> None:
+        """Note the end of the oldest step in flight. If a load failed, forget what was published since its plan."""
+        if has_failed_loads:
+            blocks = {block for _, published in self._unsettled for block in published if block in self._hash_of}
+            for block in blocks:
+                self._forget(block)
+            self.pool.discard(sorted(blocks))
+        while self._unsettled and self._unsettled[0][0] <= step_id:
+            self._unsettled.popleft()
+
+    def _evict(self, block: int) -> None:
+        """Forget a block that is about to be reused."""
+        block_hash = self._forget(block)
+        if self._connector.is_on:
+            self._connector.store(block, block_hash)
+
+    def _forget(self, block: int) -> bytes:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        return block_hash
 
     def check(self) -> None:
         """Assert that the index and the pool agree."""

@@ -43,6 +43,7 @@ from servekit.scheduler.checkpoint import (
 )
 from servekit.scheduler.commands import (
     AddSequence,
+    AnnounceBlocks,
     ChargeElsewhere,
     Commit,
     Expire,
@@ -159,6 +160,13 @@ class ChargeElsewhereRecord(Struct, frozen=True, array_like=True, tag=9):
     hashes: bytes
 
 
+class AnnounceBlocksRecord(Struct, frozen=True, array_like=True, tag=10):
+    """An AnnounceBlocks."""
+
+    keys: bytes
+    hashes: bytes
+
+
 CommandRecord = (
     AddRecord
     | PlanRecord
@@ -168,6 +176,7 @@ CommandRecord = (
     | RestartRecord
     | WithdrawRecord
     | ChargeElsewhereRecord
+    | AnnounceBlocksRecord
 )
 
 
@@ -206,6 +215,8 @@ PLAN_COLUMNS = (
     "chunks.new_block_ids",
     "chunks.samples",
     "chunks.num_token_ids",
+    "stores.block",
+    "loads.block",
 )
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -232,6 +243,8 @@ def plan_columns(plan: StepPlan) -> list[Any]:
         [chunk.new_block_ids for chunk in chunks],
         [chunk.samples for chunk in chunks],
         [len(chunk.token_ids) for chunk in chunks],
+        [block for block, _ in plan.stores],
+        [block for _, block in plan.loads],
     ]
 
 
@@ -359,7 +372,7 @@ class RecordEncoder:
                 return PlanRecord(command.now_s, shorten(plan_columns(outcome)), hashes)
             case Commit():
                 result = command.result
-                state = summarize_result(result, self._sampled.pop((result.epoch, result.step_id), ()))
+                state = summarize_result(result, self._sampled.pop((result.epoch, result.step_id), ()), self._hash)
                 return CommitRecord(command.now_s, state, hashes, self._token_ids(result.token_ids))
             case Expire():
                 return ExpireRecord(command.now_s, [each.sequence_id for each in outcome or ()], hashes)
@@ -389,6 +402,8 @@ class RecordEncoder:
                 return WithdrawRecord([each.sequence_id for each in outcome or ()], hashes)
             case ChargeElsewhere():
                 return ChargeElsewhereRecord(command.num_tokens, command.max_lead, hashes)
+            case AnnounceBlocks():
+                return AnnounceBlocksRecord(b"".join(map(self._hash, command.keys)), hashes)
             case Restart():
                 self._sampled.clear()
                 return RestartRecord(command.is_out_of_memory, [each.sequence_id for each in outcome or ()], hashes)
@@ -526,6 +541,8 @@ class Replayer:
                 self._compare("withdrawn sequences", record.sequence_ids, withdrawn)
             case ChargeElsewhereRecord():
                 manager.apply(ChargeElsewhere(record.num_tokens, record.max_lead))
+            case AnnounceBlocksRecord():
+                manager.apply(AnnounceBlocks(_split(record.keys)))
             case _:
                 assert isinstance(record, RestartRecord)
                 self.num_restarts += 1

@@ -31,6 +31,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_preemptions: int = 4
     max_admissions_per_step: int = MIN_ADMISSIONS_PER_STEP
     max_drafts: int = 0  # that a step may verify for a sequence; 0 turns speculative decoding off
+    has_kv_connector: bool = False  # whether the worker stores blocks outside the pool
 
     @property
     def max_total_tokens(self) -> int:
@@ -80,4 +81,5 @@ def scheduler_config(config: ServeConfig, worker: WorkerReady, max_drafts: int =
         scheduling_policy=config.scheduling_policy,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
         max_drafts=max_drafts,
+        has_kv_connector=config.kv_offload_memory_bytes is not None,
     )

@@ -34,6 +34,7 @@ class Step:
     slot_assignments: list[SlotAssignment] = field(default_factory=list)
     chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    loads: tuple[tuple[bytes, int], ...] = ()
     sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # which sequence samples, in which incarnation
     num_drafts: dict[int, int] = field(default_factory=dict)  # planned ones, by index into `sampled`
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
@@ -58,9 +59,13 @@ class Step:
             and all(map(self._was_requested, result.prompt_logprobs))
             and all(0 <= index < num_spans for index, _ in result.failures)
             and all(0 <= index < num_spans for index in result.deferred)
+            and (result.transfers is None or self._may_fail(result.transfers.failed_loads))
         )
         if not fits:
             raise WorkerLost(f"the model worker's result does not fit its step of {num_spans} spans")
+
+    def _may_fail(self, failed_loads: tuple[int, ...]) -> bool:
+        return all(0 <= index < len(self.loads) for index in failed_loads)
 
     def _may_draft(self, result: StepResult) -> bool:
         """Whether each span can have so many drafts: at most as many as were planned."""

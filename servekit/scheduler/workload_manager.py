@@ -31,6 +31,7 @@ What always holds, each checked by `check` or by the simulation:
 - The first-ranked running sequence of each tenant is never preempted for another tenant's share.
 - A step is in flight or it is not. Its result is applied once, in order, to the incarnations it was planned for.
 - A sequence whose token the worker deferred goes on from its last known position, in a new incarnation.
+- No token is committed that was computed from a block which the KV connector failed to load.
 
 Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill under one token budget: Agrawal et al.,
 "Sarathi-Serve", OSDI 2024, section 4.
@@ -44,9 +45,10 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, cast
 
-from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult, TransferReport
 from servekit.scheduler.commands import (
     AddSequence,
+    AnnounceBlocks,
     ChargeElsewhere,
     Commit,
     Expire,
@@ -61,6 +63,7 @@ from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
 from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.kv_cache_manager import KVCacheManager, PrefixMatch
+from servekit.scheduler.kv_connector import KVConnector
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import POLICIES
 from servekit.scheduler.prefill_limiter import PrefillLimiter
@@ -89,6 +92,7 @@ class WorkloadManager:
         self.epoch = 0
         self.output_lengths = output_lengths or OutputLengthPredictor(config.block_size)
         self._hash_block = hash_block
+        self.kv_connector = KVConnector(config.has_kv_connector)
         self.kv_cache = self._new_kv_cache()
         self.waiting_queue = POLICIES[config.scheduling_policy]()
         self.prefill_limiter = PrefillLimiter(config.itl_target_s, config.max_num_batched_tokens)
@@ -205,6 +209,8 @@ class WorkloadManager:
                 outcome = self.withdraw(command.sequence_ids)
             case ChargeElsewhere():
                 self.waiting_queue.charge_elsewhere(command.num_tokens, command.max_lead)
+            case AnnounceBlocks():
+                self.kv_connector.announce(command.keys)
             case Restart():
                 outcome = self.restart(command.is_out_of_memory)
             case _:
@@ -285,6 +291,7 @@ class WorkloadManager:
         if self.waiting_queue.has_shares and not self.quarantine:
             self._preempt_for_share()
         step = Step(self.next_step_id, now_s, self.step_token_limit)
+        self.kv_cache.prefixes.begin_step(step.step_id)
         prefills = self._schedule_decodes(step)
         self.kv_cache.decodes_scheduled()
         prefill_limit = self.prefill_limiter.prefill_limit()
@@ -304,7 +311,16 @@ class WorkloadManager:
             return None
         self.next_step_id += 1
         self._in_flight.append(step)
-        return StepPlan(self.epoch, step.step_id, tuple(step.slot_assignments), tuple(step.chunks), tuple(step.copies))
+        stores, step.loads = self.kv_connector.take_transfers()
+        return StepPlan(
+            self.epoch,
+            step.step_id,
+            tuple(step.slot_assignments),
+            tuple(step.chunks),
+            tuple(step.copies),
+            stores=stores,
+            loads=step.loads,
+        )
 
     def commit(self, result: StepResult, now_s: float) -> list[SequenceToken]:
         """Apply what a step sampled. Each result counts once; a repeated one, or one of another epoch, is dropped.
@@ -405,6 +421,7 @@ class WorkloadManager:
         self.epoch += 1
         self._in_flight.clear()
         self._blocked = None
+        self.kv_connector.restarted(is_worker_lost=not is_out_of_memory)
         self.kv_cache = self._new_kv_cache()
         self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
         rule = "out_of_memory" if is_out_of_memory else "worker_lost"
@@ -432,6 +449,7 @@ class WorkloadManager:
             self.output_lengths,
             self._hash_block,
             is_pipeline=config.pipeline_parallel_size > 1,
+            connector=self.kv_connector,
         )
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -661,17 +679,14 @@ class WorkloadManager:
     def _settle(self, step: Step, now_s: float, tokens: list[SequenceToken]) -> None:
         """Apply a step's result: append its tokens to `tokens` and to the sequences, and finish those that end."""
         assert step.result is not None
-        # From when the worker could begin with it: when it was sent, or when the step before it was done.
-        began_s = max(step.planned_s, self._last_commit_s)
-        step_time_s = now_s - began_s
-        self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
-        self._last_commit_s = self.log.now_s = now_s
-        self._record(step, began_s)
+        step_time_s = self._settle_times(step, now_s)
         self.step_token_limit = min(self.config.max_num_batched_tokens, self.step_token_limit + 1)
         if self.kv_cache.num_fenced:
             self.kv_cache.settle(step.step_id)
             self._blocked = None
         block_size, result = self.config.block_size, step.result
+        if self.kv_connector.is_on:
+            self._settle_transfers(step)
         for part in result.prompt_logprobs:
             sequence, incarnation = step.prompt_logprobs[part.chunk_index]
             if sequence.incarnation == incarnation:
@@ -708,6 +723,35 @@ class WorkloadManager:
             if num_tokens >= sequence.max_length or token_id in sequence.stop_set:
                 reason = self._end(sequence, token_id)
             tokens.append(SequenceToken(sequence, token_id, reason, of_token))
+
+    def _settle_times(self, step: Step, now_s: float) -> float:
+        """Learn from the time of a step that is done now, and return it."""
+        # From when the worker could begin with it: when it was sent, or when the step before it was done.
+        began_s = max(step.planned_s, self._last_commit_s)
+        step_time_s = now_s - began_s
+        if not step.loads:  # what they take says nothing of other steps
+            self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
+        self._last_commit_s = self.log.now_s = now_s
+        self._record(step, began_s)
+        return step_time_s
+
+    def _settle_transfers(self, step: Step) -> None:
+        """Compute the sequences again for which a step could not load a block, before its tokens are appended.
+
+        Results in flight for them are ignored, so no token is committed that was computed from such a block.
+        """
+        assert step.result is not None
+        report = step.result.transfers or TransferReport()
+        failed = [step.loads[index] for index in report.failed_loads]
+        for sequence in self.kv_cache.settle_transfers(step.step_id, failed, report.dropped_keys, self._running):
+            sequence.history.set_back(sequence.num_computed, TimeCause.PREEMPTED, "failed_load")
+            self._stop_running(sequence)
+            # They share blocks, and one of them may be in a later step than another: the fence is for all of them.
+            sequence.last_step_id = max(sequence.last_step_id, self.next_step_id - 1)
+            self._release(sequence)
+            sequence.status, sequence.num_missing = Status.WAITING, 0
+            if sequence not in self.quarantine:
+                self._enqueue(sequence)
 
     def _record(self, step: Step, began_s: float) -> None:
         """Record in histories what a step has done for sequences, but for those that decode in it."""

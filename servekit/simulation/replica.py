@@ -9,14 +9,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from servekit.protocol.messages import StepPlan, StepResult
-from servekit.scheduler.commands import AddSequence, Commit, Expire, Finish, Operation, Outcome, Plan, Restart, Withdraw
+from servekit.scheduler.commands import (
+    AddSequence,
+    AnnounceBlocks,
+    Commit,
+    Expire,
+    Finish,
+    Operation,
+    Outcome,
+    Plan,
+    Restart,
+    Withdraw,
+)
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.promises import Promise, ServiceLag
 from servekit.simulation.scenario import Client, Scenario
 from servekit.simulation.shared_turns import SharedTurns
-from servekit.simulation.worker import VOCAB_SIZE, SimulatedWorker, Violation
+from servekit.simulation.worker import VOCAB_SIZE, SimulatedConnector, SimulatedWorker, Violation
 
 
 class _Dispatched(Struct, frozen=True):
@@ -141,10 +152,11 @@ class SimulatedReplica:
     def restart(self, is_out_of_memory: bool = False) -> list[Client]:
         """Forget what the worker had. Returns the clients whose sequences crash workers; they have ended."""
         self._in_flight.clear()
+        lost = self.apply(Restart(is_out_of_memory))
         if not is_out_of_memory:
-            self.worker = self._new_worker()
+            self._replace_worker()
         failed = []
-        for sequence in self.apply(Restart(is_out_of_memory)):
+        for sequence in lost:
             client = self.clients.pop(sequence.sequence_id)
             self.apply(Finish(sequence.sequence_id, FinishReason.ERROR))
             self.check_end(client)
@@ -152,10 +164,18 @@ class SimulatedReplica:
         return failed
 
     def _new_worker(self) -> SimulatedWorker:
-        config = self.scenario.scheduler
+        config, scenario = self.scenario.scheduler, self.scenario
+        connector = SimulatedConnector(scenario.num_offloaded_blocks) if config.has_kv_connector else None
         return SimulatedWorker(
-            config.num_blocks, config.block_size, config.max_num_batched_tokens, self.scenario.drafting_s
+            config.num_blocks, config.block_size, config.max_num_batched_tokens, scenario.drafting_s, connector
         )
+
+    def _replace_worker(self) -> None:
+        """Start another worker. If the connector is durable, the worker finds what the lost one stored."""
+        connector, self.worker = self.worker.connector, self._new_worker()
+        if connector is not None and self.scenario.is_connector_durable:
+            self.worker.connector = connector
+            self.apply(AnnounceBlocks(tuple(connector.pages)))
 
     def _crashes(self, plan: StepPlan) -> bool:
         """Whether the worker crashes in this step."""
@@ -277,6 +297,8 @@ class SimulatedReplica:
         block_size = self.scenario.scheduler.block_size
         drafts = self._drafts_in_flight()
         in_use = {source for source, _ in plan.copies}
+        loaded = {block for _, block in plan.loads}
+        in_use |= loaded
         taken: list[int] = []
         for chunk in plan.chunks:
             sequence = sequences[chunk.slot]
@@ -287,7 +309,7 @@ class SimulatedReplica:
             # The first blocks of a new slot assignment are shared, so another step may well use them.
             num_shared = sequence.kv.num_found if chunk.slot in new_slots else 0
             leased = chunk.new_block_ids[num_shared:]
-            if len(leased) > -(-chunk.num_tokens // block_size) + 1:
+            if sum(block not in loaded for block in leased) > -(-chunk.num_tokens // block_size) + 1:
                 raise Violation(f"{len(leased)} blocks are taken for {chunk.num_tokens} tokens of {sequence}")
             taken += leased
         for step in self._in_flight:

@@ -36,7 +36,7 @@ class Fault(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One fault, and when it happens."""
 
     at_s: float
-    kind: str  # abort | duplicate | forge | reorder | delay | kill | memory | leave | move
+    kind: str  # abort | duplicate | forge | reorder | delay | kill | memory | leave | move | damage
     target: int = 0  # of an abort: the arrival's name; of others: what chooses the replica, and how it is hit
 
 
@@ -54,6 +54,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
     num_replicas: int = 1  # each with a manager and a worker
     recovery_s: float = 0.0  # until a replica that lost its worker, or left, is ready again
     exchange_interval_s: float = 0.01  # after which replicas learn what the others computed for each tenant
+    num_offloaded_blocks: int = 0  # that the KV connector of each worker has room for
+    is_connector_durable: bool = False  # whether the next worker finds what the connector of a lost one held
 
 
 class Client:

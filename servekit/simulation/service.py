@@ -94,7 +94,7 @@ class Simulation:
 
     def run(self) -> None:
         """Play the scenario to its end. Raises Violation, or the AssertionError of the manager's own checks."""
-        max_steps = self._max_steps()
+        max_steps, max_total_tokens = self._max_steps(), self.scenario.scheduler.max_total_tokens
         while self._events or any(replica.clients or replica.num_in_flight for replica in self.replicas):
             for replica in self.replicas:
                 replica.expire(self.now_s)
@@ -102,7 +102,8 @@ class Simulation:
                     replica.plan(self.now_s)
             self._wait()
             self._exchange_service()
-            if self.num_steps > max_steps:
+            num_failed_loads = sum(manager.kv_connector.num_failed_loads for manager in self._managers)
+            if self.num_steps > max_steps + num_failed_loads * max_total_tokens:
                 alive = [client for replica in self.replicas for client in replica.clients.values()]
                 raise Violation(f"no end after {self.num_steps} steps; alive: {alive}")
         for replica in self.replicas:
@@ -227,6 +228,9 @@ class Simulation:
         elif fault.kind == "move":
             ids = sorted(replica.clients)
             self._move(replica, tuple(each for each in ids if hash((each, fault.target)) % 2))
+        elif fault.kind == "damage":
+            if replica.worker.connector is not None:
+                replica.worker.connector.damage(fault.target)
         elif fault.kind == "delay":
             replica.delay_s = 50 * self.scenario.step_base_s
         else:

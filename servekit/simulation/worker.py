@@ -7,6 +7,7 @@ that a client can repeat it to check an answer (docs/simulated_model.md).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, chain, islice
 
@@ -20,6 +21,7 @@ from servekit.protocol.messages import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TransferReport,
 )
 from servekit.protocol.sampling_params import SamplingParams
 
@@ -86,6 +88,53 @@ class NaiveReference:
         return next_state(states[-1] if states else 0, token_id)
 
 
+class SimulatedConnector:
+    """Keeps the pages of blocks by their keys, as many as it has room for; the least recently used go first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.pages: OrderedDict[bytes, list[int]] = OrderedDict()
+        self.damaged: set[bytes] = set()  # keys whose loads fail
+
+    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+        """Do what a plan says, and return what came of it. Raises Violation if a key has two contents."""
+        for key, _ in plan.loads:
+            if key in self.pages:
+                self.pages.move_to_end(key)
+        num_stored = 0
+        for block, key in plan.stores:
+            if self.pages.setdefault(key, pages[block].copy()) != pages[block]:
+                raise Violation(f"block {block} is stored with other contents than those that its key had before")
+            num_stored += 1
+            self.pages.move_to_end(key)
+        dropped = [self._drop() for _ in range(len(self.pages) - self.num_blocks)]
+        failed = []
+        for index, (key, block) in enumerate(plan.loads):
+            if key in self.pages and key not in self.damaged:
+                pages[block] = self.pages[key].copy()
+            else:
+                self.pages.pop(key, None)
+                self.damaged.discard(key)
+                pages[block] = [GARBAGE] * len(pages[block])
+                failed.append(index)
+        return TransferReport(
+            tuple(failed),
+            tuple(dropped),
+            num_stored,
+            num_loaded_from_memory=len(plan.loads) - len(failed),
+            num_in_memory=len(self.pages),
+        )
+
+    def damage(self, number: int) -> None:
+        """Let the loads of some of the kept blocks fail, as if by chance."""
+        self.damaged.update(key for index, key in enumerate(self.pages) if (index + number) % 3 == 0)
+
+    def _drop(self) -> bytes:
+        key, _ = self.pages.popitem(last=False)
+        self.damaged.discard(key)
+        return key
+
+
 class _Slot(Struct):
     """What the worker knows of the sequence in a slot."""
 
@@ -122,10 +171,20 @@ class SimulatedWorker:
 
     Its drafts are right or wrong as it is told. It keeps a token table, and writes garbage for wrong drafts, as a real
     worker does. So a position that is not computed again behind a rejected draft leads to a wrong token, too.
+
+    Its KV connector stores blocks by their keys. A load that fails leaves garbage in its block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int, drafting_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        drafting_s: float = 0.0,
+        connector: SimulatedConnector | None = None,
+    ) -> None:
         """`drafting_s` is what it reports for each round of its drafter, which makes one draft for each sequence."""
+        self.connector = connector
         self.block_size = block_size
         self.drafting_s = drafting_s
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -144,7 +203,7 @@ class SimulatedWorker:
 
         Raises Violation for a plan that no manager may make.
         """
-        self._prepare(plan)
+        transfers = self._prepare(plan)
         spans: list[_Span] = []
         deferred: list[int] = []
         for chunk in plan.chunks:
@@ -190,20 +249,25 @@ class SimulatedWorker:
             counts=tuple(counts),
             num_drafts=tuple(num_drafts_of_spans),
             draft_time_s=self.drafting_s * max(num_drafts_of_spans, default=0),
+            transfers=transfers,
         )
         return self._with_logprobs(plan, result, spans) if self.slots_with_logprobs else result
 
-    def _prepare(self, plan: StepPlan) -> None:
-        """Check a plan, copy its blocks, and assign its slots. Raises Violation."""
+    def _prepare(self, plan: StepPlan) -> TransferReport | None:
+        """Check a plan, transfer and copy its blocks, and assign its slots. Raises Violation."""
         self.num_steps += 1
         if not 0 < plan.num_tokens <= self.max_num_batched_tokens:
             raise Violation(f"a step of {plan.num_tokens} tokens, the budget is {self.max_num_batched_tokens}")
         if len({chunk.slot for chunk in plan.chunks}) != len(plan.chunks):
             raise Violation(f"a slot is scheduled twice in {plan}")
+        if self.connector is None and (plan.stores or plan.loads):
+            raise Violation(f"{plan} is for a worker with a KV connector")
+        transfers = None if self.connector is None else self.connector.execute(plan, self.pages)
         for source, target in plan.copies:
             self.pages[target] = self.pages[source].copy()
         for assignment in plan.slot_assignments:
             self._assign(assignment)
+        return transfers
 
     def _assign(self, assignment: SlotAssignment) -> None:
         slot, sampling = assignment.slot, assignment.sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import LoadModel, StepPlan, TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
-from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.commands import AddSequence, AnnounceBlocks
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.service import RecklessPredictor
 from tests.support.drafters import varying_draft_lengths
+from workers.kv_cache.kv_connector import KVConnector
+from workers.kv_cache.pages import KVCache
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.runner.model_runner import ModelRunner
 from workers.speculation.drafter import Drafter, LoadedDrafter
@@ -39,6 +42,7 @@ class InProcessEngine:
         max_drafts: int = 0,
         drafter: Drafter | None = None,
         loaded_drafter: LoadedDrafter | None = None,
+        make_connector: Callable[[KVCache], KVConnector] | None = None,
     ) -> None:
         """With `kv_cache_memory_bytes`, the cache has as many blocks as that holds.
 
@@ -58,7 +62,13 @@ class InProcessEngine:
             kv_cache_dtype=kv_cache_dtype,
             speculative=SpeculativeConfig("ngram", max_drafts=max_drafts) if max_drafts else SpeculativeConfig(),
         )
-        self._make_runner = lambda loaded: ModelRunner(loaded, settings, loaded_drafter)
+
+        def make_runner(loaded: LoadedModel) -> ModelRunner:
+            runner = ModelRunner(loaded, settings, loaded_drafter)
+            runner.connector = None if make_connector is None else make_connector(runner.cache)
+            return runner
+
+        self._make_runner = make_runner
         self._loaded = loaded
         self.runner = self._make_runner(loaded)
         if drafter is not None:
@@ -74,6 +84,7 @@ class InProcessEngine:
                 max_steps_in_flight=max_steps_in_flight,
                 pipeline_parallel_size=pipeline_parallel_size,
                 max_drafts=max_drafts,
+                has_kv_connector=make_connector is not None,
             ),
             RecklessPredictor(block_size),
         )
@@ -133,6 +144,7 @@ class InProcessEngine:
         self._in_flight.clear()
         self.runner = self._make_runner(loaded or self._loaded)
         assert not self.manager.restart(), "a sequence was in flight in several crashes"
+        self.manager.apply(AnnounceBlocks(self.runner.list_blocks(0).keys))
 
 
 def load(path: Path, dtype: str = "float32", **settings: Any) -> LoadedModel:

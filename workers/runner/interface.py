@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from servekit.protocol.lora import AdapterLoaded, LoraAdapter
-from servekit.protocol.messages import StepPlan, StepResult
+from servekit.protocol.messages import BlocksListed, StepPlan, StepResult
 
 Answer = TypeVar("Answer")
 
@@ -38,6 +38,9 @@ class Runner(Protocol):
 
     def load_adapter(self, adapter: LoraAdapter) -> AdapterLoaded:
         """Read a LoRA adapter and check that it fits. What is wrong with it is the answer's refusal."""
+
+    def list_blocks(self, start: int) -> BlocksListed:
+        """List the blocks that the KV connector holds, from this number on."""
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Compute the step's chunks, and choose a token for each chunk that samples.

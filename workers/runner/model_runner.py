@@ -24,11 +24,14 @@ from torch import Tensor
 from servekit.errors import ConfigError
 from servekit.protocol.lora import AdapterLoaded, LoraAdapter
 from servekit.protocol.messages import (
+    MAX_LISTED_KEYS,
+    BlocksListed,
     LoadModel,
     ScheduledChunk,
     SlotAssignment,
     StepPlan,
     StepResult,
+    TransferReport,
     WorkerReady,
 )
 from servekit.protocol.sampling_params import SamplingParams
@@ -37,6 +40,8 @@ from workers.attention.selector import choose_attention
 from workers.batch import Batch, SlotTable, make_batch
 from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, held_bytes, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
+from workers.kv_cache.disk_tier import DiskTier
+from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
 from workers.layers.layer_tap import LayerTap
@@ -196,6 +201,8 @@ class ModelRunner:
             "lower --max-num-seqs or --max-model-len",
         ):
             self.table = SlotTable(num_slots, max_length, max_blocks, block_size, device)
+        self.connector: KVConnector | None = None
+        self._transfers: TransferReport | None = None  # of the newest step
         self._graphs: DecodeGraphs | None = None
         self._lora_graphs: DecodeGraphs | None = None  # of decodes with adapters
         self._finished_s = 0.0  # when the last step was seen to be complete
@@ -250,7 +257,7 @@ class ModelRunner:
         Where memory does not hold the step at once, it is computed in parts. Raises OutOfMemory if that does not help.
         Nothing in here waits for the device, with these exceptions: rows with a grammar wait for the step before this
         one, and for this one's forward pass if their masks are late; drafts wait for the steps before this one; parts
-        wait for each other; capturing a graph waits; and so does reading an adapter.
+        wait for each other; capturing a graph waits, and so do reading an adapter and the transfers of a KV connector.
         """
         launched_s = time.monotonic()
         plan, batch = self._prepare(plan)
@@ -267,6 +274,7 @@ class ModelRunner:
         draft_s, prompt_s = (
             (0.0, 0.0) if speculator is None else (speculator.draft_time_s, speculator.draft_prompt_time_s)
         )
+        transfers = self._transfers
         num_reads, num_evictions = (0, 0) if self.loaded.lora is None else self.loaded.lora.take_counts()
 
         def finish() -> StepResult:
@@ -282,6 +290,7 @@ class ModelRunner:
                 draft_prompt_time_s=prompt_s,
                 num_adapter_reads=num_reads,
                 num_adapter_evictions=num_evictions,
+                transfers=transfers,
             )
 
         return Pending(end.is_complete, finish)
@@ -298,6 +307,8 @@ class ModelRunner:
 
     @raises_out_of_memory
     def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch]:
+        if self.connector is not None:
+            self._transfers = self.connector.transfer(plan)
         if plan.copies:
             self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self.loaded.device))
         if self._stage is not None and self._stage.is_first:
@@ -342,6 +353,11 @@ class ModelRunner:
         except ConfigError as error:
             return AdapterLoaded(error.message)
         return AdapterLoaded("", fingerprint, rank)
+
+    def list_blocks(self, start: int) -> BlocksListed:
+        """List the blocks that the KV connector holds, from this number on."""
+        keys = [] if self.connector is None else self.connector.keys()
+        return BlocksListed(tuple(keys[start : start + MAX_LISTED_KEYS]))
 
     def _execute_within_memory(self, plan: StepPlan, batch: Batch) -> StepOutputs | MergedOutputs:
         """Execute the step at once; if memory does not hold it, in parts of half as many tokens, and so on."""
@@ -594,6 +610,30 @@ def make_runner(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter
     return runner
 
 
+def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
+    """Return a connector that offloads blocks. Raises ConfigError if its memory or its folder cannot be used."""
+    memory, bytes_per_block, loaded = settings.kv_offload_memory_bytes, block_bytes(runner.cache), runner.loaded
+    num_blocks = memory // bytes_per_block
+    flag, on_cpu = f"--kv-offload-memory-bytes {memory:,}", torch.device("cpu")
+    if not num_blocks:
+        raise ConfigError(f"{flag} holds no KV block: one has {bytes_per_block:,} bytes")
+    used = memory + (runner.cache_bytes if loaded.device.type == "cpu" else 0)
+    if used > cpu_memory():
+        raise ConfigError(f"{flag} is too much beside the KV cache: {describe_memory(on_cpu)}; lower it")
+    disk = None
+    if settings.kv_offload_dir:
+        # Blocks are the same where all of this is. A device or a kernel that rounds otherwise gives others.
+        parts = (
+            *(settings.fingerprint, loaded.info.quantization, settings.quantization_group_size, loaded.dtype),
+            *(settings.load_format, loaded.device.type, runner.attention.name, settings.kv_cache_dtype),
+            *(settings.block_size, loaded.info.max_model_len, [tuple(each.shape[1:]) for each in runner.cache.keys]),
+        )
+        folder = Path(settings.kv_offload_dir).expanduser()
+        disk = DiskTier(folder, "\0".join(map(str, parts)), settings.kv_offload_disk_bytes, bytes_per_block)
+    with allocation_refused_as(f"{memory:,} bytes for offloaded KV blocks", on_cpu, "lower --kv-offload-memory-bytes"):
+        return OffloadingConnector(runner.cache, num_blocks, disk)
+
+
 def _capture(runner: ModelRunner) -> None:
     """Let the runner's decode steps be graphs, if its attention and its model's layers allow that."""
     if runner.loaded.ranks is not None:
@@ -680,6 +720,8 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
     runner = make_runner(loaded, settings, drafter)
     report_stage("comparing paged with plain attention")
     distance = runner.self_check()
+    if settings.kv_offload_memory_bytes:
+        runner.connector = _make_connector(runner, settings)
     if settings.is_result_rank:
         runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s

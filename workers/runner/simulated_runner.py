@@ -9,9 +9,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from servekit.protocol.lora import AdapterLoaded, LoraAdapter
-from servekit.protocol.messages import LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
+from servekit.protocol.messages import BlocksListed, LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
 from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
-from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedWorker
+from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedConnector, SimulatedWorker
 from workers.runner.interface import Pending, done
 
 KV_TOKENS = 2**20  # in the pool, if the settings give no number of blocks; a page is a list of numbers
@@ -41,6 +41,10 @@ class SimulatedRunner:
         """Take any directory for an adapter: it changes nothing."""
         return AdapterLoaded("" if Path(adapter.path).is_dir() else f"{adapter.path!r} is no directory")
 
+    def list_blocks(self, start: int) -> BlocksListed:
+        """List nothing: a new worker holds nothing."""
+        return BlocksListed()
+
     def _drafts(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         """How many drafts are made for each slot, and how many of them are right."""
         return {
@@ -56,7 +60,13 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
     report_stage("pretending to load weights")
     time.sleep(model.load_s)
     num_blocks = settings.num_kv_blocks or -(-KV_TOKENS // settings.block_size)
-    worker = SimulatedWorker(num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s)
+    connector = None
+    if settings.kv_offload_memory_bytes:  # only in memory, and its transfers take no time
+        bytes_per_block = KV_BYTES_PER_TOKEN * settings.block_size
+        connector = SimulatedConnector(max(1, settings.kv_offload_memory_bytes // bytes_per_block))
+    worker = SimulatedWorker(
+        num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s, connector
+    )
     info = ModelInfo(
         architecture="Simulated",
         num_parameters=0,

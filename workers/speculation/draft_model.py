@@ -215,6 +215,8 @@ class DraftModelDrafter(Drafter):
             sources, targets = np.array(plan.copies).T
             self.cache.copy_blocks(*to_device([sources, targets], self._draft.loaded.device))
             self._num_filled[targets] = self._num_filled[sources]
+        for _, block in plan.loads:  # a KV connector keeps the model's keys and values only
+            self._num_filled[block] = 0
         for assignment in plan.slot_assignments:
             self._num_computed[assignment.slot] = self._first[assignment.slot] = _UNASSIGNED
             self._drafted.pop(assignment.slot, None)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
-from servekit.errors import WorkerLost
+from servekit.errors import ConfigError, WorkerLost
 from servekit.executor import model_executor
-from servekit.executor.model_executor import ModelExecutor
+from servekit.executor.model_executor import ModelExecutor, load_model_message
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import StepResult
+from servekit.protocol.speculative_config import SpeculativeConfig
 from tests.servekit.executor.conftest import LOAD, PLAN, use_stand_ins
 from tests.servekit.executor.stand_in_worker import READY
 
@@ -62,3 +64,26 @@ async def test_why_a_replacement_does_not_start_is_told_with_the_number_of_the_a
     assert [each.partition(",")[0] for each in failed] == ["attempt 1 of 2", "attempt 2 of 2"]
     assert all("has 2 KV blocks" in each for each in failed)
     await executor.stop()
+
+
+# -- settings that cannot work together --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_offload_dir": "blocks"}, "needs --kv-offload-memory-bytes"),
+        ({"kv_offload_memory_bytes": 2**20, "enable_prefix_caching": False}, "needs the prefix cache"),
+        ({"kv_offload_memory_bytes": 2**20, "tensor_parallel_size": 2}, "one process for each replica"),
+    ],
+)
+def test_offloading_is_refused_where_it_cannot_work(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model_message(ServeConfig(**settings), "model", SpeculativeConfig())
+
+
+def test_offloading_settings_reach_the_worker() -> None:
+    config = ServeConfig(kv_offload_memory_bytes=2**20, kv_offload_dir="blocks", kv_offload_disk_bytes=2**30)
+    load = load_model_message(config, "model", SpeculativeConfig())
+    assert (load.kv_offload_memory_bytes, load.kv_offload_dir, load.kv_offload_disk_bytes) == (2**20, "blocks", 2**30)
+    assert not load_model_message(ServeConfig(), "model", SpeculativeConfig()).kv_offload_memory_bytes

@@ -27,7 +27,7 @@ from servekit.observability.metrics import (
 )
 from servekit.observability.observer import StepSummary
 from servekit.protocol.lora import LoraAdapter
-from servekit.protocol.messages import StepResult
+from servekit.protocol.messages import StepResult, TransferReport
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.sequence import FinishReason, Sequence
@@ -279,7 +279,7 @@ def test_each_replica_has_its_own_values_of_the_same_metrics() -> None:
         if sample.labels.get("cause", "ended") == "ended" and "replica" in sample.labels
     }
     assert values["servekit_num_requests_running", "0"] == 1 and values["servekit_num_requests_running", "1"] == 5
-    assert values["servekit_worker_restarts_total", "0"] == 0 and values["servekit_worker_restarts_total", "1"] == 1
+    assert values["servekit_worker_restarts_total",] == 0 and values["servekit_worker_restarts_total", "1"] == 1
 
 
 def test_drafts_are_counted_by_position_drafter_and_replica() -> None:
@@ -419,6 +419,22 @@ def test_adapters_are_counted_by_name_and_the_labels_are_bounded() -> None:
     assert values["lora_reads_total",] == 3 and values["lora_evictions_total",] == 2
     assert values["lora_adapters",] == 9 and values["lora_adapters_in_use",] == 1
     assert values["lora_requests_waiting",] == 2
+
+
+def test_offloaded_blocks_are_counted_by_tier_and_only_where_there_are_any() -> None:
+    metrics = make_metrics()
+    assert not any(name.startswith("kv_offload") for name, *_ in samples(metrics))
+    offloading = metrics.offloading(0)
+    offloading.step_done(StepResult(0, 0, (), 0.1), 0, 0.1, 16.0)
+    report = TransferReport((1,), (), 5, 4, 3, num_unwritten=2, num_in_memory=6, num_on_disk=7, block_bytes=100)
+    for _ in range(2):
+        offloading.step_done(StepResult(0, 0, (), 0.1, transfers=report), 0, 0.1, 16.0)
+    values = samples(metrics)
+    assert values["kv_offload_stored_blocks_total",] == 10 and values["kv_offload_failed_loads_total",] == 2
+    assert values["kv_offload_loaded_blocks_total", "memory"] == 8
+    assert values["kv_offload_loaded_blocks_total", "disk"] == 6
+    assert values["kv_offload_unwritten_blocks_total",] == 4
+    assert values["kv_offload_bytes", "memory"] == 600 and values["kv_offload_bytes", "disk"] == 700
 
 
 def test_several_answers_of_an_adapter_count_their_prompt_once() -> None:

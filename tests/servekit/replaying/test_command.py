@@ -74,6 +74,7 @@ def test_settings_that_make_no_sense_are_refused(
     [
         ({"enable_prefix_caching": False}, ["--enable-prefix-caching"], "without the prefix cache"),
         ({"max_drafts": 2}, ["--max-num-seqs", "4"], "speculative decoding"),
+        ({"has_kv_connector": True}, ["--max-num-seqs", "4"], "offloaded KV blocks"),
         ({"pipeline_parallel_size": 2, "max_steps_in_flight": 3}, ["--max-steps-in-flight", "1"], "pipeline"),
     ],
 )

@@ -92,7 +92,27 @@ def make_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         scheduler = msgspec.structs.replace(scheduler, num_blocks=8 * num_blocks)
     scheduler = msgspec.structs.replace(scheduler, max_admissions_per_step=rng.choice([1, 2, 64, 64]))
     scenario = Scenario(scheduler=scheduler, arrivals=tuple(arrivals), faults=tuple(faults), is_reckless=is_reckless)
-    return with_drafts(scenario, seed) if seed % 2 else scenario
+    return with_offloading(with_drafts(scenario, seed) if seed % 2 else scenario, seed)
+
+
+def with_offloading(scenario: Scenario, seed: int) -> Scenario:
+    """The same scenario; in a third of them, a KV connector stores evicted blocks, and may lose or damage them."""
+    rng = random.Random(f"offloading {seed}")
+    if rng.random() < 2 / 3:
+        return scenario
+    scenario = with_conversations(scenario, rng)
+    end_s = scenario.arrivals[-1].at_s * 1.2
+    damages = [
+        Fault(at_s=rng.uniform(0, end_s), kind="damage", target=rng.randrange(6 * scenario.num_replicas))
+        for _ in range(rng.choice([0, 0, 10, 40]))
+    ]
+    return msgspec.structs.replace(
+        scenario,
+        scheduler=msgspec.structs.replace(scenario.scheduler, enable_prefix_caching=True, has_kv_connector=True),
+        faults=(*scenario.faults, *damages),
+        num_offloaded_blocks=rng.choice([1, 4, 16, 16, 1000, 1000]),
+        is_connector_durable=rng.random() < 0.5,
+    )
 
 
 def with_drafts(scenario: Scenario, seed: int) -> Scenario:
@@ -206,6 +226,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         "itl_target_s": None,
         "eos_token_ids": frozenset(),
         "max_drafts": 0,
+        "has_kv_connector": False,
     }
     for name, value in plainer.items():
         if getattr(scenario.scheduler, name) != value:

@@ -14,7 +14,9 @@ from servekit.scheduler.block_pool import BlockPool
 from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
 from servekit.scheduler.kv_cache_manager import KVCacheManager
+from servekit.scheduler.kv_connector import KVConnector
 from servekit.scheduler.policy import Fair, FirstComeFirstServed, Shortest, _is_waiting
+from servekit.scheduler.prefix_cache import PrefixCache
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.step import SequenceToken, Step
@@ -546,7 +548,38 @@ def spans_misaligned(patch: Patch) -> None:
     patch(WorkloadManager, "commit", commit)
 
 
+def failed_load_ignored(patch: Patch) -> None:
+    """A sequence goes on although one of its blocks could not be loaded."""
+
+    def settle_transfers(self: KVCacheManager, *args: Any) -> list[Sequence]:
+        original(self, *args)
+        return []
+
+    original = KVCacheManager.settle_transfers
+    patch(KVCacheManager, "settle_transfers", settle_transfers)
+
+
+def failed_load_published(patch: Patch) -> None:
+    """Blocks stay findable that were computed from one that could not be loaded."""
+    original = PrefixCache.settle
+    patch(PrefixCache, "settle", lambda self, step_id, has_failed_loads: original(self, step_id, False))
+
+
+def stored_too_late(patch: Patch) -> None:
+    """A block is stored by the step behind the one that writes to it."""
+
+    def take_transfers(self: KVConnector) -> Any:
+        late, (self.late, loads) = getattr(self, "late", ()), original(self)  # type: ignore[attr-defined]
+        return late, loads
+
+    original = KVConnector.take_transfers
+    patch(KVConnector, "take_transfers", take_transfers)
+
+
 BUGS = [
+    failed_load_ignored,
+    failed_load_published,
+    stored_too_late,
     double_free,
     stale_result_applied,
     result_of_an_earlier_incarnation_applied,

@@ -62,7 +62,7 @@ def test_a_scenario_is_deterministic() -> None:
 def test_the_seeds_cover_every_kind_of_event() -> None:
     """And the invariants hold in all of them. A simulation in which nothing happens proves nothing."""
     kinds = ["preemptions", "stale results", "cached tokens", "copies", "deadlines", "aborts", "losses"]
-    seen = dict.fromkeys([*kinds, "suspects", "smaller steps", "deferrals"], 0)
+    seen = dict.fromkeys([*kinds, "suspects", "smaller steps", "deferrals", "loads", "failed loads"], 0)
     num_failed = num_share_preemptions = num_steps = seed = 0
     spans = dict.fromkeys(["accepted drafts", "rejected drafts", "fewer drafts than planned"], 0)
     policies = set()
@@ -88,6 +88,8 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         seen["preemptions"] += simulation.manager.num_preemptions
         num_share_preemptions += simulation.manager.num_share_preemptions
         seen["deferrals"] += simulation.manager.num_deferrals
+        seen["loads"] += simulation.manager.kv_connector.num_loaded_blocks
+        seen["failed loads"] += simulation.manager.kv_connector.num_failed_loads
         seen["stale results"] += simulation.manager.num_stale_results
         seen["cached tokens"] += simulation.manager.num_cached_tokens
         lengths = simulation.manager.draft_lengths

@@ -1,0 +1,177 @@
+"""Claims about the files of offloaded blocks: what is read is what was written, or nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from servekit.errors import ConfigError
+from workers.kv_cache import disk_tier
+from workers.kv_cache.disk_tier import DiskTier
+
+BLOCK_BYTES = 100
+KEYS = [bytes([number]) * 16 for number in range(8)]
+BLOCKS = {key: bytes([key[0] + 100]) * BLOCK_BYTES for key in KEYS}
+
+
+def make_tier(folder: Path, identity: str = "model", max_bytes: int = 10**6) -> DiskTier:
+    return DiskTier(folder, identity, max_bytes, BLOCK_BYTES)
+
+
+def until_written(tier: DiskTier, *keys: bytes) -> None:
+    deadline_s = time.monotonic() + 60
+    while not set(keys) <= set(tier.keys()):
+        assert time.monotonic() < deadline_s, "not written in a minute"
+        time.sleep(0.001)
+
+
+def write(tier: DiskTier, *keys: bytes) -> None:
+    for key in keys:
+        tier.write(key, BLOCKS[key])
+        until_written(tier, key)
+
+
+def only_folder(folder: Path, number: int = 0) -> Path:
+    (of_model,) = folder.iterdir()
+    return of_model / str(number)
+
+
+def file_of(folder: Path, key: bytes) -> Path:
+    return only_folder(folder) / f"{key.hex()}.block"
+
+
+def test_a_block_is_read_while_it_waits_for_the_disk_and_after_it_was_written(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path)
+    tier.write(KEYS[0], BLOCKS[KEYS[0]])
+    assert KEYS[0] in tier and tier.read(KEYS[:2]) == {KEYS[0]: BLOCKS[KEYS[0]]}
+    until_written(tier, KEYS[0])
+    assert tier.read(KEYS[:2]) == {KEYS[0]: BLOCKS[KEYS[0]]} and len(tier) == 1
+
+
+# It runs in a process of its own, because the folder stays locked as long as its worker's process.
+WRITER = """
+import sys, time
+from pathlib import Path
+from workers.kv_cache.disk_tier import DiskTier
+tier = DiskTier(Path(sys.argv[1]), "model", 10**6, 100)
+for number in (2, 0, 1):
+    tier.write(bytes([number]) * 16, bytes([number + 100]) * 100)
+while len(tier) < 3:
+    time.sleep(0.001)
+import os; os._exit(9)
+"""
+
+
+def test_the_next_worker_finds_the_blocks_of_one_that_was_killed(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", WRITER, tmp_path], check=False, timeout=60).returncode == 9
+    (only_folder(tmp_path) / "ab.unfinished").write_bytes(b"half")
+    (only_folder(tmp_path) / "readme.block").write_bytes(b"not ours")
+    tier = make_tier(tmp_path)
+    assert sorted(tier.keys()) == KEYS[:3]
+    assert tier.read(KEYS) == {key: BLOCKS[key] for key in KEYS[:3]}
+    assert not (only_folder(tmp_path) / "ab.unfinished").exists()
+    assert (only_folder(tmp_path) / "readme.block").exists()
+
+
+@pytest.mark.parametrize("what", ["header", "contents", "short", "long", "empty", "gone", "link", "other key"])
+def test_a_file_that_is_not_exactly_what_was_written_is_never_read(tmp_path: Path, what: str) -> None:
+    tier = make_tier(tmp_path)
+    write(tier, KEYS[0], KEYS[1])
+    path = file_of(tmp_path, KEYS[0])
+    contents = bytearray(path.read_bytes())
+    if what == "header":
+        contents[5] ^= 1
+    elif what == "contents":
+        contents[-7] ^= 1
+    elif what == "short":
+        del contents[-1]
+    elif what == "long":
+        contents += b"x"
+    elif what == "empty":
+        contents.clear()
+    elif what == "other key":
+        contents = bytearray(file_of(tmp_path, KEYS[1]).read_bytes())
+    path.write_bytes(contents)
+    if what in ("gone", "link"):
+        path.unlink()
+    if what == "link":
+        path.symlink_to(file_of(tmp_path, KEYS[1]))
+    assert tier.read([KEYS[0]]) == {}
+    assert not path.exists() and KEYS[0] not in tier
+    write(tier, KEYS[0])
+    assert tier.read([KEYS[0]]) == {KEYS[0]: BLOCKS[KEYS[0]]}
+
+
+def test_a_file_of_another_model_is_not_read(tmp_path: Path) -> None:
+    one, other = make_tier(tmp_path / "a", "one"), make_tier(tmp_path / "b", "other")
+    write(one, KEYS[0])
+    write(other, KEYS[0])
+    file_of(tmp_path / "b", KEYS[0]).write_bytes(file_of(tmp_path / "a", KEYS[0]).read_bytes())
+    assert only_folder(tmp_path / "a").parent.name != only_folder(tmp_path / "b").parent.name
+    assert other.read([KEYS[0]]) == {}
+
+
+def test_the_folder_is_bounded_and_loses_the_blocks_that_were_used_first(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path, max_bytes=3 * (disk_tier._HEADER.size + BLOCK_BYTES) + 5)
+    write(tier, *KEYS[:3])
+    tier.read([KEYS[0]])
+    write(tier, KEYS[3])
+    deadline_s = time.monotonic() + 60
+    while len(list(only_folder(tmp_path).glob("*.block"))) > 3 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert tier.take_dropped() == [KEYS[1]] and not tier.take_dropped()
+    assert sorted(tier.keys()) == [KEYS[0], KEYS[2], KEYS[3]] and not file_of(tmp_path, KEYS[1]).exists()
+
+
+def test_each_worker_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    first, second = make_tier(tmp_path), make_tier(tmp_path)
+    write(first, KEYS[0])
+    assert KEYS[0] not in second
+    write(second, KEYS[1])
+    assert sorted(path.name for path in only_folder(tmp_path, 1).glob("*.block")) == [f"{KEYS[1].hex()}.block"]
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path / "new")
+    write(tier, KEYS[0])
+    assert stat.S_IMODE(file_of(tmp_path / "new", KEYS[0]).stat().st_mode) == 0o600
+    assert stat.S_IMODE(only_folder(tmp_path / "new").stat().st_mode) == 0o700
+
+
+def test_blocks_are_left_out_if_the_disk_is_too_slow_or_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path)
+    tier._max_waiting = 0
+    tier.write(KEYS[0], BLOCKS[KEYS[0]])
+    assert KEYS[0] not in tier and tier.take_num_unwritten() == 1 and tier.take_num_unwritten() == 0
+    tier._max_waiting = 10
+
+    def no_space(path: str, flags: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_tier, "_private", no_space)
+    tier.write(KEYS[1], BLOCKS[KEYS[1]])
+    deadline_s = time.monotonic() + 60
+    while KEYS[1] in tier and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert tier.take_dropped() == [KEYS[1]] and tier.take_num_unwritten() == 1
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--kv-offload-dir .*file cannot be used"):
+        make_tier(tmp_path / "file")
+    with pytest.raises(ConfigError, match="--kv-offload-disk-bytes 9 holds no block"):
+        make_tier(tmp_path, max_bytes=9)
+    monkeypatch.setattr(disk_tier, "MAX_WORKERS", 1)
+    first = make_tier(tmp_path / "shared")
+    with pytest.raises(ConfigError, match="1 workers use it already"):
+        make_tier(tmp_path / "shared")
+    assert len(first) == 0 and os.listdir(only_folder(tmp_path / "shared")) == ["lock"]

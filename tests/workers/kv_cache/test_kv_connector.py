@@ -1,0 +1,173 @@
+"""Claims about the KV connector: blocks come back as they were, and answers are the same with and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.messages import StepPlan
+from tests.support.inprocess import InProcessEngine, load
+from tests.workers.kv_cache.test_disk_tier import until_written
+from workers.kv_cache.disk_tier import DiskTier
+from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
+from workers.kv_cache.pages import KVCache, LayerShape
+from workers.loading.model_manager import LoadedModel
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+
+
+def make_cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    layers = [LayerShape(2, 8, 4), LayerShape(1, 6, 6)]
+
+    def shapes(layer: LayerShape, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        heads = layer.num_kv_heads
+        return (heads, block_size, layer.key_dim), (heads, layer.value_dim, block_size)
+
+    cache = KVCache(layers, shapes, num_blocks=8, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    for number, pages in enumerate((*cache.keys, *cache.values)):
+        pages.copy_((torch.arange(pages.numel()) * (number + 3) % 250).view(pages.shape))
+    return cache
+
+
+def contents(cache: KVCache, block: int) -> list[torch.Tensor]:
+    return [pages[block].clone() for pages in (*cache.keys, *cache.values)]
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def plan(stores: tuple[tuple[int, int], ...] = (), loads: tuple[tuple[int, int], ...] = ()) -> StepPlan:
+    """Stores are (block, number of the key), and loads are (number of the key, block)."""
+    return StepPlan(
+        0,
+        0,
+        (),
+        (),
+        stores=tuple((block, KEYS[key]) for block, key in stores),
+        loads=tuple((KEYS[key], block) for key, block in loads),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_block_comes_back_as_it_was_into_another_one(dtype: torch.dtype) -> None:
+    cache = make_cache(dtype)
+    connector = OffloadingConnector(cache, num_blocks=8)
+    before = [contents(cache, block) for block in range(8)]
+    report = connector.transfer(plan(stores=((1, 1), (5, 5))))
+    assert (report.num_stored, report.num_in_memory, report.block_bytes) == (2, 2, block_bytes(cache))
+    for pages in (*cache.keys, *cache.values):
+        pages.zero_()
+    report = connector.transfer(plan(loads=((5, 0), (1, 7), (3, 2))))
+    assert report.failed_loads == (2,) and report.num_loaded_from_memory == 2
+    assert are_equal(contents(cache, 0), before[5]) and are_equal(contents(cache, 7), before[1])
+    assert not any(part.any() for part in contents(cache, 2))
+
+
+def test_stores_come_before_loads_into_the_same_blocks() -> None:
+    cache = make_cache()
+    connector = OffloadingConnector(cache, num_blocks=8)
+    before = [contents(cache, block) for block in range(8)]
+    connector.transfer(plan(stores=((0, 0),)))
+    connector.transfer(plan(stores=((1, 1),), loads=((0, 1),)))
+    assert are_equal(contents(cache, 1), before[0])
+    connector.transfer(plan(loads=((1, 6),)))
+    assert are_equal(contents(cache, 6), before[1])
+
+
+def test_memory_keeps_the_blocks_that_were_used_last_and_reports_the_others() -> None:
+    connector = OffloadingConnector(make_cache(), num_blocks=3)
+    connector.transfer(plan(stores=((0, 0), (1, 1), (2, 2))))
+    assert connector.transfer(plan(stores=((0, 0),))).num_stored == 0, "it is there already"
+    report = connector.transfer(plan(stores=((3, 3),), loads=((1, 7),)))
+    assert report.dropped_keys == (KEYS[2],) and not report.failed_loads
+    assert connector.keys() == [KEYS[0], KEYS[1], KEYS[3]]
+    report = connector.transfer(plan(stores=((0, 4), (1, 5), (2, 6), (3, 7))))
+    assert sorted(report.dropped_keys) == [KEYS[0], KEYS[1], KEYS[3], KEYS[4]] and report.num_in_memory == 3
+
+
+def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
+    cache = make_cache()
+    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
+    connector = OffloadingConnector(cache, 1, disk)
+    before = [contents(cache, block) for block in range(8)]
+    assert connector.transfer(plan(stores=((0, 0), (1, 1)))).dropped_keys == (KEYS[0],), "more than there is room for"
+    assert connector.transfer(plan(stores=((2, 2),))).dropped_keys == ()
+    until_written(disk, KEYS[1], KEYS[2])
+    report = connector.transfer(plan(loads=((1, 5), (2, 6))))
+    assert (report.num_loaded_from_memory, report.num_loaded_from_disk, report.num_on_disk) == (1, 1, 2)
+    assert are_equal(contents(cache, 5), before[1]) and are_equal(contents(cache, 6), before[2])
+    assert set(connector.keys()) == {KEYS[1], KEYS[2]}
+    (path,) = tmp_path.glob(f"*/0/{KEYS[2].hex()}.block")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    report = connector.transfer(plan(loads=((2, 3), (1, 4))))
+    assert report.failed_loads == (0,) and report.num_loaded_from_memory == 1
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+PROMPTS = [[number % 90 + 3 + index for index in range(30)] for number in (1, 20, 40, 60)]
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load(DEMO_MODEL_PATH)
+
+
+def answers(engine: InProcessEngine, between: Callable[[], None] = lambda: None) -> list[list[int]]:
+    """The answers to each prompt, one after the other, twice; what was said the first time is part of the second."""
+    found: list[list[int]] = []
+    for turn in range(2):
+        for number, prompt in enumerate(PROMPTS):
+            said = [*prompt, *found[number], 7] if turn else prompt
+            sequence = engine.add(said, max_tokens=9, ignore_eos=True)
+            engine.run()
+            found.append(sequence.output_token_ids)
+        between()
+    return found
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_answers_are_the_same_with_offloaded_blocks(demo: LoadedModel, kv_cache_dtype: str) -> None:
+    expected = answers(InProcessEngine(demo, num_blocks=64, kv_cache_dtype=kv_cache_dtype))
+    engine = InProcessEngine(
+        demo,
+        num_blocks=14,  # for one conversation
+        max_steps_in_flight=2,
+        kv_cache_dtype=kv_cache_dtype,
+        make_connector=lambda cache: OffloadingConnector(cache, 100),
+    )
+    assert answers(engine) == expected
+    assert engine.manager.kv_connector.num_loaded_blocks > 20 and not engine.manager.kv_connector.num_failed_loads
+
+
+def test_a_new_worker_loads_what_the_lost_one_wrote_and_computes_what_is_damaged(
+    demo: LoadedModel, tmp_path: Path
+) -> None:
+    tiers: list[DiskTier] = []
+
+    def make_connector(cache: KVCache) -> KVConnector:
+        if tiers:  # in service, the lock ends with the worker's process
+            (lock,) = tmp_path.glob("*/0/lock")
+            lock.unlink()
+        tiers.append(DiskTier(tmp_path, "demo", 10**9, block_bytes(cache)))
+        return OffloadingConnector(cache, 4, tiers[-1])
+
+    engine = InProcessEngine(demo, num_blocks=14, make_connector=make_connector)
+
+    def lose() -> None:
+        if len(tiers) > 1:
+            return
+        until_written(tiers[0], *(key for key in engine.manager.kv_connector._keys if key in tiers[0]))
+        for number, path in enumerate(sorted(tmp_path.glob("*/0/*.block"))):
+            if number % 5 == 0:
+                path.write_bytes(path.read_bytes()[::-1])
+        engine.lose_worker()
+
+    assert answers(engine, lose) == answers(InProcessEngine(demo, num_blocks=64))
+    connector = engine.manager.kv_connector
+    assert 0 < connector.num_failed_loads < connector.num_loaded_blocks

@@ -1,0 +1,232 @@
+"""Keep blocks in files, one for each, so that the next worker finds them.
+
+A file begins with what it is: the format, the identity of the model, the block's key, and a checksum. The identity
+covers all that a block's bytes depend on. A file that is not exactly that is deleted when it is read, and the block is
+computed again. The checksum finds damage, not malice: who may write to the folder may change answers, so it is private.
+
+Files are written by a thread, without waiting for the disk: a file that a power failure cuts off does not pass the
+check. If the disk is slower than what is stored, blocks are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+from servekit.errors import ConfigError
+
+log = logging.getLogger("servekit.worker")
+
+KEY_BYTES = 16
+FORMAT = 1  # of the files, and of the pages' layout: with another number, older files are not read
+_HEADER = struct.Struct(f"=4sI16s{KEY_BYTES}sII")  # magic, format, model, key, bytes of the block, checksum
+_MAGIC = b"sKVb"
+_SUFFIX, _UNFINISHED = ".block", ".unfinished"
+MAX_UNWRITTEN_BYTES = 2**28  # that wait for the disk
+MAX_WORKERS = 64  # that share a folder
+NUM_READERS = 4  # threads; one waits for the disk while another computes a checksum
+
+
+class DiskTier:
+    """The blocks of one worker in a folder of its own. Its methods are called by one thread, the worker's."""
+
+    def __init__(self, folder: Path, identity: str, max_bytes: int, bytes_per_block: int) -> None:
+        """Find what is there. Raises ConfigError if the folder cannot be used.
+
+        `identity` names everything that blocks depend on. Each worker of a model that uses the folder has `max_bytes`.
+        """
+        self._model = blake2b(identity.encode(), digest_size=16).digest()
+        self._file_bytes = _HEADER.size + bytes_per_block
+        self._num_blocks = max_bytes // self._file_bytes
+        self._max_waiting = max(1, MAX_UNWRITTEN_BYTES // self._file_bytes)
+        self._lock = threading.Lock()  # of all below
+        self._keys: OrderedDict[bytes, None] = OrderedDict()  # of files, the least recently used first
+        self._waiting: dict[bytes, bytes] = {}  # blocks that are not written yet
+        self._dropped: list[bytes] = []
+        self._num_unwritten = 0
+        self._has_warned = False
+        if not self._num_blocks:
+            raise ConfigError(
+                f"--kv-offload-disk-bytes {max_bytes} holds no block: a block's file takes {self._file_bytes:,} bytes"
+            )
+        try:
+            self._folder = self._claim(folder / self._model.hex())
+            self._find_files()
+        except OSError as error:
+            raise ConfigError(
+                f"--kv-offload-dir {folder} cannot be used: {error}; name a folder that the worker may write to"
+            ) from None
+        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # bounded by `_max_waiting`
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="kv-read")
+        threading.Thread(target=self._write_all, daemon=True, name="kv-write").start()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block can be read, as far as is known."""
+        with self._lock:
+            return key in self._keys or key in self._waiting
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._keys)
+
+    def keys(self) -> list[bytes]:
+        """The blocks that have files, the last ones those that were used last."""
+        with self._lock:
+            return list(self._keys)
+
+    def take_dropped(self) -> list[bytes]:
+        """Return the keys of blocks whose files are gone since the last call."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+            return dropped
+
+    def take_num_unwritten(self) -> int:
+        """Return how many blocks were not written since the last call, although they were stored."""
+        with self._lock:
+            number, self._num_unwritten = self._num_unwritten, 0
+            return number
+
+    def write(self, key: bytes, block: bytes) -> None:
+        """Write a block some time soon, unless too much waits for the disk."""
+        with self._lock:
+            if len(self._waiting) >= self._max_waiting:
+                self._num_unwritten += 1
+                return
+            self._waiting[key] = block
+        self._queue.put(key)
+
+    def read(self, keys: list[bytes]) -> dict[bytes, bytearray]:
+        """Return the blocks that are there and undamaged; the files of damaged ones are deleted."""
+        blocks = {key: block for key, block in zip(keys, self._readers.map(self._read, keys), strict=True) if block}
+        with self._lock:
+            for key in blocks:
+                if key in self._keys:
+                    self._keys.move_to_end(key)
+        return blocks
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _claim(self, folder: Path) -> Path:
+        """Return the first folder that no other worker uses, and lock it for the life of this process."""
+        for number in range(MAX_WORKERS):
+            candidate = folder / str(number)
+            candidate.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(candidate / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+            else:
+                return candidate
+        raise OSError(f"{MAX_WORKERS} workers use it already")
+
+    def _find_files(self) -> None:
+        """Find the files of earlier workers. Delete unfinished ones, and the oldest ones if there are too many."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if path.suffix == _UNFINISHED:
+                    path.unlink()
+                elif path.suffix == _SUFFIX and (key := _key_of(path)) is not None:
+                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, key))
+        for _, key in sorted(found):
+            self._keys[key] = None
+        self._delete_oldest()
+        self._dropped = []  # nobody knows of them yet
+        if self._keys:
+            log.info("found %d offloaded KV blocks in %s", len(self._keys), self._folder)
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / f"{key.hex()}{_SUFFIX}"
+
+    def _header(self, key: bytes, block: bytes | bytearray | memoryview) -> bytes:
+        checksum = zlib.crc32(block, zlib.crc32(key + self._model))
+        return _HEADER.pack(_MAGIC, FORMAT, self._model, key, len(block), checksum)
+
+    def _read(self, key: bytes) -> bytearray | None:
+        with self._lock:
+            if (block := self._waiting.get(key)) is not None:
+                return bytearray(block)
+            if key not in self._keys:
+                return None
+        path, contents = self._path(key), bytearray(self._file_bytes + 1)  # a byte more, to notice a longer file
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
+                num_bytes = file.readinto(contents)
+                os.utime(file.fileno())  # for the order in which the next worker finds them
+            what = None
+        except OSError as error:
+            num_bytes, what = 0, str(error)
+        block_view = memoryview(contents)[_HEADER.size : self._file_bytes]
+        if num_bytes == self._file_bytes and contents[: _HEADER.size] == self._header(key, block_view):
+            return bytearray(block_view)
+        log.warning("the KV block in %s cannot be used, and is computed again: %s", path, what or "it is damaged")
+        with self._lock:
+            self._keys.pop(key, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    def _write_all(self) -> None:
+        """Write blocks for the whole life of the process."""
+        while True:
+            key = self._queue.get()
+            with self._lock:
+                block = self._waiting[key]
+            path = self._path(key)
+            unfinished = path.with_suffix(_UNFINISHED)
+            try:
+                with open(unfinished, "wb", buffering=0, opener=_private) as file:
+                    if os.writev(file.fileno(), [self._header(key, block), block]) < self._file_bytes:
+                        raise OSError("the disk is full")
+                unfinished.replace(path)
+                error = None
+            except OSError as caught:
+                error = caught
+                with contextlib.suppress(OSError):
+                    unfinished.unlink()
+            with self._lock:
+                del self._waiting[key]
+                if error is None:
+                    self._keys[key] = None
+                else:
+                    self._num_unwritten += 1
+                    self._dropped.append(key)
+            if error is not None and not self._has_warned:
+                self._has_warned = True
+                log.warning("KV blocks are not written to %s: %s; further failures are only counted", path, error)
+            self._delete_oldest()
+
+    def _delete_oldest(self) -> None:
+        while True:
+            with self._lock:
+                if len(self._keys) <= self._num_blocks:
+                    return
+                key, _ = self._keys.popitem(last=False)
+                self._dropped.append(key)
+            with contextlib.suppress(OSError):
+                self._path(key).unlink()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _key_of(path: Path) -> bytes | None:
+    """Return the key of a block's file; None if the file has another name."""
+    try:
+        key = bytes.fromhex(path.stem)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES and path.stem == key.hex() else None
