@@ -1,4 +1,4 @@
-"""Offloaded KV blocks over HTTP: answers stay the same through evictions, a lost worker, a restart and damaged files."""
+"""Offloaded KV blocks over HTTP: answers stay the same after evictions, lost workers, restarts and damage."""
 
 from __future__ import annotations
 
