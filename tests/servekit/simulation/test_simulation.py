@@ -12,7 +12,7 @@ import pytest
 from benchmarks import scheduling
 from servekit.scheduler.policy import Fair
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.simulation.scenario import Arrival, Scenario
+from servekit.simulation.scenario import Arrival, Fault, Scenario
 from servekit.simulation.service import Simulation
 from tests.servekit.simulation.scenarios import failure, make_scenario, shrink
 from tests.servekit.simulation.simulate import CORPUS
@@ -137,6 +137,15 @@ def test_a_deadline_passes_while_nothing_else_happens() -> None:
     simulation.run()
     assert len(simulation.clients[0].received) == 2
     assert simulation.clients[0].sequence.finish_reason == "deadline"
+
+
+def test_damage_to_offloaded_blocks_means_nothing_where_there_are_none() -> None:
+    """As in a scenario from which the connector was left out, to make it smaller."""
+    scheduler = SchedulerConfig(num_blocks=8, block_size=2, max_model_len=99, max_num_seqs=2, max_num_batched_tokens=8)
+    arrival, fault = Arrival(name=0, at_s=0.0, prompt=(5,), max_tokens=9), Fault(at_s=2e-3, kind="damage")
+    simulation = Simulation(Scenario(scheduler=scheduler, arrivals=(arrival,), faults=(fault,)))
+    simulation.run()
+    assert len(simulation.clients[0].received) == 9
 
 
 # -- what the policies do for people; `make bench-scheduling` prints the tables ----------------------------------------
