@@ -62,9 +62,9 @@ class PrefixCache:
     oldest step in flight was planned are remembered: if a load fails, they are forgotten.
     """
 
-    def __init__(self, num_blocks: int, connector: KVConnector) -> None:
+    def __init__(self, num_blocks: int, connector: KVConnector | None = None) -> None:
         self.pool = BlockPool(num_blocks, on_reuse=self._evict)
-        self._connector = connector
+        self._connector = connector or KVConnector(is_on=False)
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._unsettled: deque[tuple[int, list[int]]] = deque()  # (step in flight, published since it was planned)
