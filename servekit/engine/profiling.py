@@ -12,7 +12,7 @@ from pathlib import Path
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError, InternalError, RequestError
 from servekit.executor.model_executor import ModelExecutor
-from servekit.protocol.lora import AdapterLoaded
+from servekit.executor.worker_connection import Answer
 from servekit.protocol.messages import Profiled, StartProfile, StopProfile
 from servekit.simulation.model import is_simulated
 
@@ -66,7 +66,7 @@ class Profiling:
         return str(self._directory)
 
 
-def _checked(answer: Profiled | AdapterLoaded) -> Profiled:
+def _checked(answer: Answer) -> Profiled:
     assert isinstance(answer, Profiled), "the connection checks the answer's type"
     if answer.refusal:
         raise ProfilerRefuses(answer.refusal)

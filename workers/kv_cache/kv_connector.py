@@ -41,19 +41,20 @@ class OffloadingConnector:
     """Keeps blocks in a buffer of the host's memory; with a disk tier, there as well.
 
     A row of the buffer has a block's keys and values of all layers, as they lie in the pages. Everything is written to
-    the disk as soon as it is stored, so a block that is dropped from memory is still there.
+    the disk as soon as it is stored, so a block that is dropped from memory is still there. What is read from the disk
+    goes to memory first.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, disk: DiskTier | None = None) -> None:
         """`num_blocks`: for how many the memory has room."""
         self._pages = [*cache.keys, *cache.values]
-        self._sizes = [pages[0].nbytes for pages in self._pages]
         self._device = self._pages[0].device
         self._num_blocks = num_blocks
         self._disk = disk
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
         self._free_rows = list(range(num_blocks))
-        self._buffer = _make_buffer(num_blocks, sum(self._sizes), self._device)
+        self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
+        self._parts = _split(self._buffer, self._pages)
 
     def transfer(self, plan: StepPlan) -> TransferReport:
         """Store and load what the plan says. Blocks that are loaded from the disk are in memory from then on."""
@@ -61,7 +62,7 @@ class OffloadingConnector:
             self._touch(key)
         dropped: list[bytes] = []
         num_stored = self._store([each for each in plan.stores if not self._touch(each[1])], dropped)
-        failed, num_from_disk = self._load(plan.loads, dropped)
+        num_from_disk, failed = self._load(plan.loads, dropped) if plan.loads else (0, [])
         disk = self._disk
         if disk is not None:
             dropped += disk.take_dropped()
@@ -90,63 +91,69 @@ class OffloadingConnector:
         return True
 
     def _store(self, stores: list[tuple[int, bytes]], dropped: list[bytes]) -> int:
+        """Return how many blocks were stored. Keys that are not in memory any more are appended to `dropped`."""
         dropped += [key for _, key in stores[: -self._num_blocks]]  # there is no room for more
         stores = stores[-self._num_blocks :]
         if not stores:
             return 0
-        contents = self._read_pages([block for block, _ in stores])
-        keys = [key for _, key in stores]
-        self._keep(keys, contents, dropped)
+        rows = self._claim_rows([key for _, key in stores], dropped)
+        index, blocks = torch.tensor(rows), torch.tensor([block for block, _ in stores], device=self._device)
+        for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
+            part.index_copy_(0, index, pages.index_select(0, blocks).cpu())
         if self._disk is not None:
-            for key, row in zip(keys, contents, strict=True):
+            for (_, key), row in zip(stores, rows, strict=True):
                 if key not in self._disk:
-                    self._disk.write(key, row.numpy().tobytes())
+                    self._disk.write(key, self._buffer[row].numpy().tobytes())
         return len(stores)
 
-    def _load(self, loads: tuple[tuple[bytes, int], ...], dropped: list[bytes]) -> tuple[list[int], int]:
-        """Return the indices of loads that failed, and the number of blocks that came from the disk."""
-        if not loads:
-            return [], 0
-        contents = torch.empty((len(loads), self._buffer.shape[1]), dtype=torch.uint8)
-        rows = [self._rows.get(key) for key, _ in loads]
-        in_memory = [index for index, row in enumerate(rows) if row is not None]
-        contents[in_memory] = self._buffer[[row for row in rows if row is not None]]
-        elsewhere = [index for index, row in enumerate(rows) if row is None]
-        read = {} if self._disk is None else self._disk.read([loads[index][0] for index in elsewhere])
-        from_disk = [index for index in elsewhere if loads[index][0] in read]
-        for index in from_disk:
-            contents[index] = torch.frombuffer(read[loads[index][0]], dtype=torch.uint8)
-        loaded = sorted([*in_memory, *from_disk])
-        if loaded:
-            self._write_pages([loads[index][1] for index in loaded], contents[loaded])
-        if from_disk:
-            kept = from_disk[-self._num_blocks :]
-            self._keep([loads[index][0] for index in kept], contents[kept], dropped)
-        return [index for index in elsewhere if loads[index][0] not in read], len(from_disk)
+    def _load(self, loads: tuple[tuple[bytes, int], ...], dropped: list[bytes]) -> tuple[int, list[int]]:
+        """Return the number of blocks that came from the disk, and the indices of loads that failed."""
+        in_memory = [(self._rows[key], block) for key, block in loads if key in self._rows]
+        elsewhere = [index for index, (key, _) in enumerate(loads) if key not in self._rows]
+        self._fill_pages(in_memory)
+        if self._disk is None:
+            return 0, elsewhere
+        failed: list[int] = []
+        for first in range(0, len(elsewhere), self._num_blocks):  # not more at once than the memory has room for
+            batch = elsewhere[first : first + self._num_blocks]
+            found = self._disk.read([loads[index][0] for index in batch])
+            keys = [loads[index][0] for index in batch if loads[index][0] in found]
+            rows = self._claim_rows(keys, dropped)
+            for key, row in zip(keys, rows, strict=True):
+                self._buffer[row] = torch.frombuffer(found[key], dtype=torch.uint8)
+            blocks = [loads[index][1] for index in batch if loads[index][0] in found]
+            self._fill_pages(list(zip(rows, blocks, strict=True)))
+            failed += [index for index in batch if loads[index][0] not in found]
+        return len(elsewhere) - len(failed), failed
 
-    def _keep(self, keys: list[bytes], contents: Tensor, dropped: list[bytes]) -> None:
-        """Put blocks into memory that are not there, in the place of the least recently used ones."""
+    def _claim_rows(self, keys: list[bytes], dropped: list[bytes]) -> list[int]:
+        """Give each key a row, which its caller fills, in the place of the keys that were used least recently."""
         while len(self._free_rows) < len(keys):
             key, row = self._rows.popitem(last=False)
             self._free_rows.append(row)
             dropped.append(key)
         rows = [self._free_rows.pop() for _ in keys]
-        self._buffer[rows] = contents
         self._rows.update(zip(keys, rows, strict=True))
+        return rows
 
-    def _read_pages(self, blocks: list[int]) -> Tensor:
-        """Return bytes [num_blocks, bytes of a block] on the host."""
-        index = torch.tensor(blocks, device=self._device)
-        parts = [pages[index].view(torch.uint8).reshape(len(blocks), -1) for pages in self._pages]
-        return torch.cat(parts, dim=1).cpu()
+    def _fill_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copy rows of the buffer to blocks; `copies` are (row, block)."""
+        if not copies:
+            return
+        rows = torch.tensor([row for row, _ in copies])
+        blocks = torch.tensor([block for _, block in copies], device=self._device)
+        for pages, part in zip(self._pages, self._parts, strict=True):
+            pages.index_copy_(0, blocks, part.index_select(0, rows).to(self._device))
 
-    def _write_pages(self, blocks: list[int], contents: Tensor) -> None:
-        """Write bytes [num_blocks, bytes of a block] to the pages."""
-        index, on_device, first = torch.tensor(blocks, device=self._device), contents.to(self._device), 0
-        for pages, size in zip(self._pages, self._sizes, strict=True):
-            part = on_device[:, first : first + size].contiguous()
-            pages[index] = part.view(pages.dtype).view(len(blocks), *pages.shape[1:])
-            first += size
+
+def _split(buffer: Tensor, all_pages: list[Tensor]) -> list[Tensor]:
+    """Return views of the buffer's columns, one for each layer's keys or values: [num_rows, *shape of a block]."""
+    parts, first = [], 0
+    for pages in all_pages:
+        size = pages[0].nbytes
+        parts.append(buffer[:, first : first + size].view(pages.dtype).view(len(buffer), *pages.shape[1:]))
+        first += size
+    return parts
 
 
 def _make_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:

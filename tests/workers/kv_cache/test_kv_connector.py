@@ -155,7 +155,7 @@ def test_a_new_worker_loads_what_the_lost_one_wrote_and_computes_what_is_damaged
             (lock,) = tmp_path.glob("*/0/lock")
             lock.unlink()
         tiers.append(DiskTier(tmp_path, "demo", 10**9, block_bytes(cache)))
-        return OffloadingConnector(cache, 4, tiers[-1])
+        return OffloadingConnector(cache, 100, tiers[-1])
 
     engine = InProcessEngine(demo, num_blocks=14, make_connector=make_connector)
 
