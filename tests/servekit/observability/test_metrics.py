@@ -279,7 +279,7 @@ def test_each_replica_has_its_own_values_of_the_same_metrics() -> None:
         if sample.labels.get("cause", "ended") == "ended" and "replica" in sample.labels
     }
     assert values["servekit_num_requests_running", "0"] == 1 and values["servekit_num_requests_running", "1"] == 5
-    assert values["servekit_worker_restarts_total",] == 0 and values["servekit_worker_restarts_total", "1"] == 1
+    assert values["servekit_worker_restarts_total", "0"] == 0 and values["servekit_worker_restarts_total", "1"] == 1
 
 
 def test_drafts_are_counted_by_position_drafter_and_replica() -> None:
