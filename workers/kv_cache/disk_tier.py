@@ -105,7 +105,7 @@ class DiskTier:
             self._waiting[key] = block
         self._queue.put(key)
 
-    def read(self, keys: list[bytes]) -> dict[bytes, bytearray]:
+    def read(self, keys: list[bytes]) -> dict[bytes, memoryview]:
         """Return the blocks that are there and undamaged; the files of damaged ones are deleted."""
         blocks = {key: block for key, block in zip(keys, self._readers.map(self._read, keys), strict=True) if block}
         with self._lock:
@@ -154,10 +154,10 @@ class DiskTier:
         checksum = zlib.crc32(block, zlib.crc32(key + self._model))
         return _HEADER.pack(_MAGIC, FORMAT, self._model, key, len(block), checksum)
 
-    def _read(self, key: bytes) -> bytearray | None:
+    def _read(self, key: bytes) -> memoryview | None:
         with self._lock:
             if (block := self._waiting.get(key)) is not None:
-                return bytearray(block)
+                return memoryview(bytearray(block))
             if key not in self._keys:
                 return None
         path, contents = self._path(key), bytearray(self._file_bytes + 1)  # a byte more, to notice a longer file
@@ -170,7 +170,7 @@ class DiskTier:
             num_bytes, what = 0, str(error)
         block_view = memoryview(contents)[_HEADER.size : self._file_bytes]
         if num_bytes == self._file_bytes and contents[: _HEADER.size] == self._header(key, block_view):
-            return bytearray(block_view)
+            return block_view
         log.warning("the KV block in %s cannot be used, and is computed again: %s", path, what or "it is damaged")
         with self._lock:
             self._keys.pop(key, None)
