@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TERMINAL := $(VENV)/.installed-terminal
 DEVELOPMENT := $(VENV)/.installed
 
-.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-explain bench-grammar bench-scheduling bench-routing bench-replicas bench-models bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-lora bench-gpu bench-viewers parallel-queries wheel screenshot demo-model demo-model-eval clean help
+.PHONY: serve chat top test test-long docs simulate torture coverage check format bench bench-manager bench-journal bench-explain bench-grammar bench-scheduling bench-routing bench-replicas bench-models bench-speculation bench-streams bench-api-processes bench-accuracy bench-kv-cache bench-formats bench-memory bench-worker bench-lora bench-gpu bench-viewers parallel-queries kubernetes kubernetes-tools wheel screenshot demo-model demo-model-eval clean help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 1
 
 wheel: $(DEVELOPMENT)  ## build a wheel into build/wheels, with C kernels for all processors of this kind of machine
 	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir build/wheels
+
+kubernetes-tools: $(DEVELOPMENT)  ## install Helm and the schemas of Kubernetes, which the tests of the chart need (60 MB)
+	$(BIN)/python -m scripts.kubernetes install
+
+kubernetes: kubernetes-tools  ## write deploy/kubernetes.yml, which the Helm chart makes
+	$(BIN)/python -m scripts.kubernetes write
 
 docs: $(DEVELOPMENT)  ## build the documentation site into build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

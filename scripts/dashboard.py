@@ -20,6 +20,8 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 PLACE = 'job=~"$job",instance=~"$instance"'  # the labels of process metrics
 SERVER = f'{PLACE},model_name=~"$model_name"'
 ROUTINE = 'handler!~"/health|/ready|/metrics"'
+BY_REPLICA = "instance, model_name, replica"
+REPLICA, GPU = "{{instance}} {{model_name}} {{replica}}", "{{instance}} GPU {{gpu}}"
 QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -45,6 +47,10 @@ def quantile(share: float, name: str) -> str:
 
 def process(name: str) -> str:
     return f"{name}{{{PLACE}}}"
+
+
+def of_replica(name: str) -> str:
+    return f"sum by ({BY_REPLICA}) ({name}{{{SERVER}}})"
 
 
 def of_both(name: str, form: str) -> tuple[tuple[str, str], ...]:
@@ -284,6 +290,96 @@ ROWS: dict[str, list[Panel]] = {
             "Results of replaced workers, which are dropped.",
             ((total("stale_results_total"), "stale results"),),
             "ops",
+        ),
+    ],
+    "By replica": [
+        Panel(
+            "Waiting sequences",
+            "Sequences that wait, by replica; servers and replicas are added by their number.",
+            ((of_replica("servekit_num_requests_waiting"), REPLICA),),
+        ),
+        Panel(
+            "Predicted wait",
+            "How long a request that comes now waits in each replica; it goes to the one that is free first.",
+            ((of_replica("servekit_predicted_wait_seconds"), REPLICA),),
+            "s",
+        ),
+        Panel(
+            "KV use of replicas",
+            "Share of the KV blocks in use.",
+            ((of_replica("servekit_kv_cache_usage_perc"), REPLICA),),
+            "percentunit",
+            maximum=1,
+        ),
+        Panel(
+            "Mean step",
+            "Mean execution time of a step. A replica that is much slower than others may share its device.",
+            (
+                (
+                    f"sum by ({BY_REPLICA}) ({rate('step_duration_seconds_sum')}) / "
+                    f"sum by ({BY_REPLICA}) ({rate('step_duration_seconds_count')})",
+                    REPLICA,
+                ),
+            ),
+            "s",
+        ),
+        Panel(
+            "Alive by node",
+            "Workers that respond, by the node of their server, where Prometheus adds that label.",
+            ((f"sum by (node) (servekit_workers_alive{{{SERVER}}})", "{{node}}"),),
+        ),
+    ],
+    "GPUs and cost": [
+        Panel(
+            "GPU memory",
+            "Memory of each GPU in use, and all of it.",
+            (
+                (process("servekit_gpu_memory_used_bytes"), GPU),
+                (process("servekit_gpu_memory_total_bytes"), f"{GPU} all"),
+            ),
+            "bytes",
+        ),
+        Panel(
+            "GPU utilization",
+            "Share of the time in which a kernel ran.",
+            ((process("servekit_gpu_utilization_perc"), GPU),),
+            "percentunit",
+            maximum=1,
+        ),
+        Panel("GPU power", "Power of each GPU.", ((process("servekit_gpu_power_watts"), GPU),), "watt"),
+        Panel(
+            "GPU temperature",
+            "Temperature of each GPU.",
+            ((process("servekit_gpu_temperature_celsius"), GPU),),
+            "celsius",
+        ),
+        Panel(
+            "Energy of a million tokens",
+            "Energy of all GPUs for a million tokens of prompts and answers.",
+            (
+                (
+                    f"1e6 * sum(rate({process('servekit_gpu_energy_joules_total')}[$__rate_interval])) / "
+                    f"({total('prompt_tokens_total')} + {total('generation_tokens_total')})",
+                    "energy",
+                ),
+            ),
+            "joule",
+        ),
+        Panel(
+            "Cost of a million tokens",
+            "What prompts and answers cost, by model, with --price-per-hour; in its currency.",
+            (
+                (
+                    f"1e6 * {by('model_name', 'cost_total')} / "
+                    f"({by('model_name', 'prompt_tokens_total')} + {by('model_name', 'generation_tokens_total')})",
+                    "{{model_name}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Cost of an hour",
+            "What the devices that are in use cost in an hour, with --price-per-hour; in its currency.",
+            ((f"sum by (model_name) (servekit_cost_per_hour{{{SERVER}}})", "{{model_name}}"),),
         ),
     ],
     "HTTP": [

@@ -19,6 +19,8 @@ from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters
 from servekit.config import ServeConfig, settings
+from servekit.observability.cost import Cost
+from servekit.observability.gpu_metrics import GpuCollector, GpuReading
 from servekit.observability.journal import Journal, JournalCollector
 from servekit.observability.metrics import (
     AdapterUsage,
@@ -101,7 +103,13 @@ def metrics_table() -> Iterator[str]:
     metrics.watch_drafts("ngram", lambda: [DraftLengths(1)])
     metrics.watch_queue(lambda: QueueUsage(1, 1))
     metrics.watch_log(lambda: 0)
-    metrics.watch_adapters(lambda: AdapterUsage(1, 1, {}))
+    metrics.watch_cost(lambda: Cost(1.0, 1.0, 1.0))
+    reading = GpuReading(
+        index=0, name="", uuid="", memory_used_bytes=1, memory_total_bytes=1, utilization=1.0, power_watts=1.0,
+        energy_joules=1.0, temperature_celsius=1.0,
+    )  # fmt: skip
+    metrics.registry.register(GpuCollector([reading]))
+    metrics.watch_adapters(lambda: AdapterUsage(1, 1, {}), lambda: 0.0)
     metrics.adapters.label("")
     metrics.offloading(0)
     metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))

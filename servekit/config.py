@@ -287,6 +287,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "with speculative decoding; the server refuses more with 503; 0 for no limit",
         ),
     ] = 60.0
+    price_per_hour: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1e6)] | None,
+        Meta(
+            description="price of one device for an hour, in any currency; with it, metrics and /info say what a "
+            "million tokens cost"
+        ),
+    ] = None
     max_client_batch_size: Annotated[
         int, Meta(ge=1, le=2**14, description="maximum answers per request: prompts times n or best_of")
     ] = 1024
@@ -582,6 +589,7 @@ MODEL_SETTINGS = frozenset(
         "max_num_queued_reqs",
         "max_num_queued_tokens",
         "max_predicted_wait",
+        "price_per_hour",
         "max_client_batch_size",
         "step_timeout",
         "heartbeat_timeout",

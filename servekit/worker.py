@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
     parser.add_argument("--cpus", metavar="LIST", help="cores to run on, like 0-7,16-23 (default: all that it may use)")
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="the only folder that the worker writes to, as the server's --cache-dir"
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
     for name in ("--task-fd", "--result-fd", "--parent-pid"):  # of a server that starts it
@@ -135,12 +138,15 @@ def join(arguments: argparse.Namespace) -> int:
     from servekit.joining.address import UnixAddress, parse_address
     from servekit.joining.agent import AgentSettings, run_agent
     from servekit.joining.credentials import read_key, worker_tls
+    from servekit.server.cache_directory import use_cache_directory
 
     if DEVICE.fullmatch(arguments.device) is None:
         raise ConfigError(
             f"--device = {arguments.device!r} is not accepted: it takes auto, cpu, cuda or cuda:N, or one device for "
             "each rank: cuda:0,cuda:1"
         )
+    if arguments.cache_dir is not None:
+        use_cache_directory(arguments.cache_dir, os.environ)
     configure_logging(arguments.log_level, arguments.log_format)
     if arguments.parent_pid is not None:  # of what placed it on a cluster
         die_with_parent(arguments.parent_pid)

@@ -26,7 +26,10 @@ DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 UNIT = (DEPLOY / "servekit.service").read_text()
 IMAGE = (DEPLOY / "Dockerfile").read_text()
-DEPLOYMENT, SERVICE = yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())
+DEPLOYMENT, SERVICE = (
+    next(each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text()) if each["kind"] == kind)
+    for kind in ("Deployment", "Service")
+)
 RULES = {
     rule["alert"]: rule
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
@@ -35,7 +38,16 @@ RULES = {
 DEFAULTS = ServeConfig()
 SNAPSHOT = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 1))
 # Of docker, kubectl and taskset.
-FOREIGN_FLAGS = {"--read-only", "--tmpfs", "--gpus", "--stop-timeout", "--previous", "--cpu-list"}
+FOREIGN_FLAGS = {
+    "--build-arg",
+    "--target",
+    "--read-only",
+    "--tmpfs",
+    "--gpus",
+    "--stop-timeout",
+    "--previous",
+    "--cpu-list",
+}
 NO_ERRORS = {"other"}  # the label of a metric for codes beyond its limit
 
 
@@ -206,30 +218,51 @@ def test_the_examples_agree_on_names_ports_and_users() -> None:
         assert all(yaml.safe_load_all(path.read_text())), path
     pod = DEPLOYMENT["spec"]["template"]
     container = pod["spec"]["containers"][0]
-    assert SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"]
+    assert SERVICE["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert {volume["name"] for volume in pod["spec"]["volumes"]} == {each["name"] for each in container["volumeMounts"]}
     assert f"EXPOSE {container['ports'][0]['containerPort']}" in IMAGE
     assert container["ports"][0]["containerPort"] == DEFAULTS.port
     assert f"USER {pod['spec']['securityContext']['fsGroup']}" in IMAGE
 
 
+def stages() -> dict[str, str]:
+    """Return the text of each stage of the Dockerfile, by name."""
+    parts = re.split(r"^FROM \S+ AS (\w+)$", IMAGE.replace("\\\n", ""), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 def test_the_image_copies_all_files_of_the_package() -> None:
-    copied = {name for line in re.findall(r"^COPY (.*)$", IMAGE, re.MULTILINE) for name in line.split()[:-1]}
+    copied = {name for line in re.findall(r"^COPY (?!--from)(.*)$", IMAGE, re.MULTILINE) for name in line.split()[:-1]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
-    assert copied == {*needed, *packages}
+    assert copied == {*needed, *wheel["packages"], wheel["hooks"]["custom"]["path"]}
     assert all((ROOT / name).exists() for name in copied)
+    ignored = (ROOT / ".dockerignore").read_text().split("\n")
+    assert {line[1:] for line in ignored if line.startswith("!")} == copied
 
 
-def test_the_image_can_compile_kernels_and_launchers() -> None:
-    """Triton and workers/csrc compile when the worker starts; libc6-dev has the headers, libgomp comes with gcc."""
-    instructions = re.split(r"\n(?=[A-Z]+ )", IMAGE.replace("\\\n", ""))
-    (install,) = [each for each in instructions if each.startswith("RUN apt-get")]
-    packages = set(install.partition(" install ")[2].partition("&&")[0].split())
-    assert {"gcc", "libc6-dev"} <= packages and packages & set(COMPILERS)
-    names = [each.split()[0] for each in instructions]
-    assert instructions.index(install) < names.index("USER"), "only root can install"
+def test_only_the_image_for_gpus_has_a_compiler() -> None:
+    """Triton and workers/csrc compile when a worker starts; libc6-dev has the headers of C, the base image Python's."""
+    found = {}
+    for name, text in stages().items():
+        install = re.findall(r"^RUN apt-get .* install (.*?)&&", text, re.MULTILINE)
+        found[name] = {word for packages in install for word in packages.split() if not word.startswith("-")}
+        if install and "USER" in text:
+            assert text.index("RUN apt-get") < text.index("USER"), "only root can install"
+    assert found["gpu"] >= {"gcc", "libc6-dev"} and found["gpu"] & set(COMPILERS)
+    assert found["runtime"] == found["cpu"] == set()
+    assert "HATCH_BUILD_HOOK_ENABLE_CUSTOM=true" in stages()["build"], "the image for CPUs needs prebuilt kernels"
+    assert next(reversed(stages())) == "cpu", "the last stage is the default, and smaller"
+
+
+def test_both_images_name_their_packages_and_run_as_another_user_than_root() -> None:
+    assert "cyclonedx-py environment" in stages()["build"]
+    assert "--output-file /opt/servekit/" in stages()["build"]
+    assert "COPY --from=build /opt/servekit /opt/servekit" in stages()["runtime"]
+    for name in ("cpu", "gpu"):
+        assert re.search(r"^USER \d+$", stages()[name], re.MULTILINE)
 
 
 def test_the_service_keeps_compiled_kernels_in_its_cache_directory() -> None:

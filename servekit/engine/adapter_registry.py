@@ -94,7 +94,8 @@ class AdapterRegistry:
         in_use: Counter[str] = Counter()
         for adapter, num_uses in self._num_uses.items():  # two may have one name, if it was loaded again
             in_use[adapter.name] += num_uses
-        return AdapterUsage(len(self._adapters), len(self._waiting), dict(in_use))
+        waiting = sorted({each.adapter.name for each in self._waiting})
+        return AdapterUsage(len(self._adapters), len(self._waiting), dict(in_use), tuple(waiting))
 
     def live(self) -> LiveAdapters:
         """Return the same for the live view, those with most requests first."""

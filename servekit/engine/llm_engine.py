@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -46,6 +47,7 @@ from servekit.engine.waiting_times import WaitingTimes
 from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import load_model_message
 from servekit.joining.worker_pool import WorkerPool
+from servekit.observability.cost import Cost, CostMeter
 from servekit.observability.journal import Journal, JournalCollector, open_journals
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics
@@ -105,6 +107,7 @@ class LLMEngine(OneModel):
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
         self._predictions = RequestPredictions(clock) if config.max_predicted_wait else None
+        self._cost_meter = None if config.price_per_hour is None else CostMeter(config.price_per_hour)
         self._prediction_tasks: list[asyncio.Task[None]] = []
         self._result_budget = result_budget or SharedBudget(config.max_total_logprobs)
         self._probe = ReadinessProbe(self._generate_token, clock)
@@ -193,7 +196,18 @@ class LLMEngine(OneModel):
         """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""
         replicas = [{**replica.info(), "drafter": self.speculative.name} for replica in self.replicas.all]
         adapters = None if self.adapters is None else self.adapters.usage()._asdict()
-        return {"max_drafts": self.scheduler_config.max_drafts, "replicas": replicas, "adapters": adapters}
+        return {
+            "max_drafts": self.scheduler_config.max_drafts,
+            "replicas": replicas,
+            "adapters": adapters,
+            "cost": None if self._cost_meter is None else self._cost(self._cost_meter),
+        }
+
+    def _cost(self, meter: CostMeter) -> Cost:
+        """What the devices of the workers that are loaded have cost until now."""
+        workers = [replica.worker for replica in self.replicas.all if replica.is_ready]
+        num_devices = sum(max(1, len(worker.ranks)) for worker in workers if worker is not None)
+        return meter.read(self._clock(), num_devices, self.metrics.requests.num_tokens)
 
     @property
     def server_metrics(self) -> Metrics:
@@ -271,7 +285,9 @@ class LLMEngine(OneModel):
         model = self.worker.model
         if self.adapters is not None:
             await self.adapters.start()
-            self.metrics.watch_adapters(self.adapters.usage)
+            self.metrics.watch_adapters(self.adapters.usage, time.time)
+        if self._cost_meter is not None:
+            self.metrics.watch_cost(functools.partial(self._cost, self._cost_meter))
         if self._journals:
             self.metrics.watch(JournalCollector(self._journals, self.config.model_name))
         if self.config.api_processes == 1:

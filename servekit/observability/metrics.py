@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from servekit.config import ServeConfig
+from servekit.observability.cost import Cost
 from servekit.observability.observer import Observer, StepSummary
 from servekit.protocol.messages import StepResult
 from servekit.scheduler.draft_length import DraftLengths
@@ -127,6 +128,7 @@ class RequestMetrics(Observer):
     """Sequences and their tokens: how many, how long, and how fast."""
 
     def __init__(self, metrics: _MetricFactory) -> None:
+        self.num_tokens = 0  # of prompts and answers
         self._prompt_tokens = metrics.counter("prompt_tokens_total", "Prompt tokens of admitted sequences.")
         self._generation_tokens = metrics.counter("generation_tokens_total", "Tokens generated.")
         self._prompt_length = metrics.histogram("request_prompt_tokens", "Prompt length.", _TOKEN_BUCKETS)
@@ -164,12 +166,15 @@ class RequestMetrics(Observer):
         """Count the prompt once for all forks of it; observe its length for each of them."""
         if sequence.leader is None:
             self._prompt_tokens.inc(sequence.prompt_length)
+            self.num_tokens += sequence.prompt_length
         self._prompt_length.observe(sequence.prompt_length)
 
     def tokens_delivered(
         self, first_token_latencies_s: list[float], inter_token_latencies_s: list[float], now_s: float
     ) -> None:
-        self._generation_tokens.inc(len(first_token_latencies_s) + len(inter_token_latencies_s))
+        num_tokens = len(first_token_latencies_s) + len(inter_token_latencies_s)
+        self._generation_tokens.inc(num_tokens)
+        self.num_tokens += num_tokens
         for latency_s in first_token_latencies_s:
             self._time_to_first_token.observe(latency_s)
         for latency_s in inter_token_latencies_s:
@@ -178,6 +183,7 @@ class RequestMetrics(Observer):
     def tokens_reported(self, num_tokens: int) -> None:
         """Count tokens of a remote model that came without pieces of their own."""
         self._generation_tokens.inc(num_tokens)
+        self.num_tokens += num_tokens
 
     def sequence_ended(
         self,
@@ -619,23 +625,65 @@ class _SchedulerCollector(Collector):
     """Metrics of the scheduler's state, read at each scrape, so that steps spend nothing on gauges."""
 
     def __init__(
-        self, model_name: str, read_stats: Callable[[], list[SchedulerStats]], idle_s: Callable[[int, float], float]
+        self,
+        model_name: str,
+        block_size: int,
+        read_stats: Callable[[], list[SchedulerStats]],
+        idle_s: Callable[[int, float], float],
     ) -> None:
         """`read_stats` gives the state of each replica, `idle_s` how long one was idle until now."""
         self._model_name = model_name
+        self._block_size = block_size
         self._read_stats = read_stats
         self._idle_s = idle_s
         self._labels = [model_name, ""]  # of the replica that is exported
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for replica, stats in enumerate(self._read_stats()):
+        replicas = self._read_stats()
+        for replica, stats in enumerate(replicas):
             self._labels = [self._model_name, str(replica)]
             for family in self._collect_one(stats, self._idle_s(replica, stats.now_s)):
                 families.setdefault(family.name, family)
                 if families[family.name] is not family:
                     families[family.name].samples += family.samples
         yield from families.values()
+        yield from self._collect_all(replicas)
+
+    def _collect_all(self, replicas: list[SchedulerStats]) -> Iterator[Metric]:
+        """Yield what the model-server protocol of the Gateway API inference extension asks for.
+
+        An endpoint picker reads one sample of each metric, so these are of all replicas together.
+        """
+        num_blocks = sum(stats.num_blocks for stats in replicas)
+        num_free = sum(stats.num_free_blocks for stats in replicas)
+        for name, text, value in (
+            (
+                "total_queued_requests",
+                "Sequences in the waiting queues of all replicas, for endpoint pickers.",
+                sum(stats.num_waiting for stats in replicas),
+            ),
+            (
+                "total_running_requests",
+                "Sequences that run in all replicas, for endpoint pickers.",
+                sum(stats.num_running for stats in replicas),
+            ),
+            (
+                "kv_cache_utilization",
+                "Fraction of the KV blocks of all replicas in use, 0 to 1, for endpoint pickers.",
+                1.0 - num_free / num_blocks if num_blocks else 0.0,
+            ),
+        ):
+            family = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        cache = GaugeMetricFamily(
+            "servekit_cache_config_info",
+            "The KV cache of all replicas, with vLLM's labels, for endpoint pickers.",
+            labels=["model_name", "block_size", "num_gpu_blocks"],
+        )
+        cache.add_metric([self._model_name, str(self._block_size), str(num_blocks)], 1)
+        yield cache
 
     def _collect_one(self, stats: SchedulerStats, idle_s: float) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Sequences that hold a slot and KV blocks.", stats.num_running)
@@ -785,6 +833,7 @@ class AdapterUsage(NamedTuple):
     num_adapters: int
     num_waiting: int  # requests that wait for a place for their adapter
     in_use: dict[str, int]  # requests of each adapter that has some, by its name
+    waiting: tuple[str, ...] = ()  # the adapters of those that wait
 
 
 class AdapterMetrics(Observer):
@@ -843,12 +892,25 @@ class AdapterMetrics(Observer):
 class _AdapterCollector(Collector):
     """The LoRA adapters that there are, read at each scrape. A server without them exports nothing of this."""
 
-    def __init__(self, model_name: str, read_usage: Callable[[], AdapterUsage]) -> None:
+    def __init__(
+        self, model_name: str, max_loras: int, read_usage: Callable[[], AdapterUsage], now_s: Callable[[], float]
+    ) -> None:
         self._model_name = model_name
+        self._max_loras = max_loras
         self._read_usage = read_usage
+        self._now_s = now_s
 
     def collect(self) -> Iterator[Metric]:
         usage = self._read_usage()
+        info = GaugeMetricFamily(
+            "servekit_lora_requests_info",
+            "The LoRA adapters that have requests, and those for which requests wait, with vLLM's labels, for endpoint "
+            "pickers. The value is the time of the scrape.",
+            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        names = (",".join(sorted(each)) for each in (usage.in_use, usage.waiting))
+        info.add_metric([self._model_name, str(self._max_loras), *names], self._now_s())
+        yield info
         for name, text, value in (
             ("lora_adapters", "LoRA adapters that requests may name.", usage.num_adapters),
             ("lora_adapters_in_use", "LoRA adapters that have requests.", len(usage.in_use)),
@@ -886,6 +948,35 @@ class _QueueCollector(Collector):
         yield family
 
 
+class _CostCollector(Collector):
+    """What the devices cost, read at each scrape. A server without a price exports nothing of this."""
+
+    def __init__(self, model_name: str, read_cost: Callable[[], Cost]) -> None:
+        self._model_name = model_name
+        self._read_cost = read_cost
+
+    def collect(self) -> Iterator[Metric]:
+        cost = self._read_cost()
+        total = CounterMetricFamily(
+            "servekit_cost", "What the devices have cost, in the currency of price_per_hour.", labels=["model_name"]
+        )
+        total.add_metric([self._model_name], cost.total)
+        yield total
+        for name, text, value in (
+            ("cost_per_hour", "What the devices that are in use cost in an hour.", cost.per_hour),
+            (
+                "cost_per_million_tokens",
+                "What a million tokens of prompts and answers cost, as the mean of the last hour. Missing without "
+                "tokens.",
+                cost.per_million_tokens,
+            ),
+        ):
+            if value is not None:
+                gauge = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name"])
+                gauge.add_metric([self._model_name], value)
+                yield gauge
+
+
 class _LogCollector(Collector):
     """The log's only metric, read at each scrape: a log call must not wait for a metric's lock."""
 
@@ -909,6 +1000,7 @@ class ModelMetrics:
 
     def __init__(self, config: ServeConfig) -> None:
         self.registry = CollectorRegistry()
+        self._config = config
         self._model_name = config.model_name
         metrics = _MetricFactory(self.registry, config.model_name)
         self._factory = metrics
@@ -947,7 +1039,10 @@ class ModelMetrics:
     def watch_scheduler(self, read_stats: Callable[[], list[SchedulerStats]]) -> None:
         """Export what `read_stats` returns for each replica at each scrape."""
         collector = _SchedulerCollector(
-            self._model_name, read_stats, lambda replica, now_s: self.of_replica(replica)[0].idle_s(now_s)
+            self._model_name,
+            self._config.block_size,
+            read_stats,
+            lambda replica, now_s: self.of_replica(replica)[0].idle_s(now_s),
         )
         self.watch(collector)
 
@@ -965,9 +1060,9 @@ class ModelMetrics:
         """The metrics of LoRA adapters; a server without any does not export them."""
         return AdapterMetrics(self._factory)
 
-    def watch_adapters(self, read_usage: Callable[[], AdapterUsage]) -> None:
-        """Export what `read_usage` returns at each scrape."""
-        self.watch(_AdapterCollector(self._model_name, read_usage))
+    def watch_adapters(self, read_usage: Callable[[], AdapterUsage], now_s: Callable[[], float]) -> None:
+        """Export what `read_usage` returns at each scrape. `now_s` returns seconds since 1970."""
+        self.watch(_AdapterCollector(self._model_name, self._config.max_loras, read_usage, now_s))
 
     @cached_property
     def remote(self) -> RemoteMetrics:
@@ -981,6 +1076,10 @@ class ModelMetrics:
     def watch_drafts(self, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
         """Export what `read_counts` returns for each replica at each scrape. `drafter` is who makes the drafts."""
         self.watch(_DraftCollector(self._model_name, drafter, read_counts))
+
+    def watch_cost(self, read_cost: Callable[[], Cost]) -> None:
+        """Export what `read_cost` returns at each scrape."""
+        self.watch(_CostCollector(self._model_name, read_cost))
 
     def watch_queue(self, read_usage: Callable[[], QueueUsage]) -> None:
         """Export what `read_usage` returns at each scrape."""

@@ -16,6 +16,7 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.make_engine import AnyEngine
 from servekit.engine.predictor_engine import PredictorEngine
 from servekit.models.manager import ModelManager
+from servekit.observability.gpu_metrics import GpuCollector, watch_gpus
 from servekit.observability.metrics import Metrics, SeveralModelsMetrics
 from servekit.observability.process_metrics import Children, watch_event_loop, watch_processes
 from servekit.protocol.logging import configure_logging, fields, logs_json, num_dropped_lines
@@ -55,7 +56,13 @@ def watching(
     watch_processes(metrics.registry, workers)
     server = metrics.server
     lag = watch_event_loop(server.event_loop_lag, server.event_loop_tasks, num_tasks_elsewhere)
-    tasks = [asyncio.create_task(lag, name="event loop lag"), asyncio.create_task(reload.run(), name="keys file")]
+    gpus = GpuCollector()
+    metrics.registry.register(gpus)
+    tasks = [
+        asyncio.create_task(lag, name="event loop lag"),
+        asyncio.create_task(reload.run(), name="keys file"),
+        asyncio.create_task(watch_gpus(gpus), name="GPU metrics"),
+    ]
     try:
         yield
     finally:

@@ -163,7 +163,8 @@ def test_metrics_and_info_count_by_adapter(served: Served) -> None:
     assert served.server.metric("servekit_lora_adapters_in_use") == 0
     assert served.server.metric("servekit_lora_reads_total") >= 2
     assert served.server.metric("servekit_lora_evictions_total") >= 0
-    assert served.server.client.get("/info").json()["adapters"] == {"num_adapters": 2, "num_waiting": 0, "in_use": {}}
+    adapters = served.server.client.get("/info").json()["adapters"]
+    assert adapters == {"num_adapters": 2, "num_waiting": 0, "in_use": {}, "waiting": []}
 
 
 @pytest.mark.long

@@ -24,6 +24,8 @@ from scripts.dashboard import dashboard
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
 from servekit.observability import tracing as tracing_module
+from servekit.observability.cost import Cost
+from servekit.observability.gpu_metrics import GpuCollector, GpuReading
 from servekit.observability.metrics import Metrics
 from servekit.observability.request_trace import RequestTrace
 from servekit.observability.tracing import DELIVERY_TIMEOUT_S, MAX_QUEUED_SPANS, Tracing
@@ -32,8 +34,19 @@ from servekit.server.server import connect_tracing
 from tests.support.server_process import ServerProcess, serving
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
-TARGET_LABELS = {"job", "instance"}  # Prometheus' own
+TARGET_LABELS = {"job", "instance", "node"}  # Prometheus' own, and that of the chart's ServiceMonitor
 PROMPT = "What color is the sky?"
+GPU = GpuReading(
+    index=0,
+    name="",
+    uuid="",
+    memory_used_bytes=1,
+    memory_total_bytes=1,
+    utilization=1.0,
+    power_watts=1.0,
+    energy_joules=1.0,
+    temperature_celsius=1.0,
+)
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
@@ -62,8 +75,10 @@ def series(server: ServerProcess) -> dict[str, set[str]]:
     """The labels of each series that the server has after some traffic, and the two that Prometheus adds."""
     server.generate(PROMPT)
     server.client.post("/generate", content=b"{")
-    speculating = Metrics(ServeConfig(), "")  # this server exports no drafts, because it makes none
+    speculating = Metrics(ServeConfig(), "")  # this server exports nothing of these, because it has none of them
     speculating.watch_drafts("ngram", lambda: [DraftLengths(1)])
+    speculating.watch_cost(lambda: Cost(1.0, 1.0, 1.0))
+    speculating.registry.register(GpuCollector([GPU]))
     text = server.client.get("/metrics").text
     found: dict[str, set[str]] = {"up": set(TARGET_LABELS)}
     of_drafts = [family for family in speculating.registry.collect() if "spec_decode" in family.name]

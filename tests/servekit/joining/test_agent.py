@@ -323,6 +323,7 @@ async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sent
         (("--connect", "tcp://[::1]:80", "--device", "cuda:0,cpu"), "or one device for each rank"),
         (("--connect", "tcp://host:80", "--tls-ca", "/nowhere"), "no certificates in PEM format"),
         (("--connect", "unix:/x", "--cpus", "3-"), "'3-' is not a list of cores; write it like 0-7,16-23"),
+        (("--connect", "unix:/x", "--cache-dir", "/proc/none"), "choose a directory that can be written"),
         (("--connect", "unix:/x", "--cpus", ""), "'' is not a list of cores; write it like 0-7,16-23"),
         (("--connect", "unix:/x", "--cpus", "9998-9999"), "names cores 9998-9999, which do not exist or which this"),
     ],

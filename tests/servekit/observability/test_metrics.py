@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import ServeConfig
+from servekit.observability.cost import Cost
 from servekit.observability.metrics import (
     JOIN_REFUSALS,
     RESTART_CAUSES,
@@ -401,6 +402,36 @@ def test_a_predictor_counts_inputs_by_outcome_and_batches_by_size() -> None:
     assert found["prediction_stale_results_total",] == 4
 
 
+def test_the_cost_of_tokens_is_missing_while_there_are_none() -> None:
+    metrics = make_metrics(price_per_hour=2.5)
+    costs = [Cost(5.0, 1.25, None), Cost(5.0, 2.5, 0.75)]
+    metrics.watch_cost(lambda: costs.pop(0))
+    found = samples(metrics)
+    assert found["cost_total",] == 1.25 and found["cost_per_hour",] == 5.0
+    assert ("cost_per_million_tokens",) not in found
+    assert samples(metrics)["cost_per_million_tokens",] == 0.75
+
+
+def test_tokens_that_cost_are_those_of_prompts_and_answers() -> None:
+    metrics = make_metrics()
+    metrics.requests.sequence_admitted(make_sequence(prompt_length=5))
+    metrics.requests.tokens_delivered([1.0], [0.1, 0.1], 3.0)
+    metrics.requests.tokens_reported(4)  # of a remote model
+    assert metrics.requests.num_tokens == 5 + 3 + 4
+
+
+def test_endpoint_pickers_find_one_sample_for_all_replicas() -> None:
+    metrics = make_metrics()
+    first = SchedulerStats(**{**dict.fromkeys(SchedulerStats.__struct_fields__, 0), "num_waiting": 3, "num_running": 2,
+                              "num_blocks": 100, "num_free_blocks": 40})  # fmt: skip
+    second = replace(first, num_waiting=1, num_running=5, num_free_blocks=100)
+    metrics.watch_scheduler(lambda: [first, second])
+    values = samples(metrics)
+    assert values["total_queued_requests",] == 4 and values["total_running_requests",] == 7
+    assert values["kv_cache_utilization",] == pytest.approx(0.3)
+    assert values["cache_config_info", str(ServeConfig().block_size), "200"] == 1
+
+
 def test_adapters_are_counted_by_name_and_the_labels_are_bounded() -> None:
     metrics = make_metrics()
     assert not any(name.startswith("lora") for name, *_ in samples(metrics)), "a server without adapters has none of it"
@@ -410,14 +441,15 @@ def test_adapters_are_counted_by_name_and_the_labels_are_bounded() -> None:
         metrics.adapters.sequence_ended(sequence, FinishReason.LENGTH, 3, 13.0, 15.0, 16.0)
     metrics.adapters.sequence_ended(make_sequence(), FinishReason.LENGTH, 3, 13.0, 15.0, 16.0)  # of the model itself
     metrics.adapters.step_done(StepResult(0, 0, (), 0.1, num_adapter_reads=3, num_adapter_evictions=2), 0, 0.1, 16.0)
-    metrics.watch_adapters(lambda: AdapterUsage(9, 2, {"a": 5}))
+    metrics.watch_adapters(lambda: AdapterUsage(9, 2, {"b": 5, "a": 1}, ("c",)), lambda: 1234.5)
     values = samples(metrics)
+    assert values["lora_requests_info", "8", "a,b", "c"] == 1234.5
     assert values["lora_requests_total", "adapter 0"] == 1
     assert values["lora_prompt_tokens_total", "adapter 99"] == 5
     assert values["lora_generation_tokens_total", "(other)"] == 50 * 3
     assert len([labels for labels in values if labels[0] == "lora_requests_total"]) == 101
     assert values["lora_reads_total",] == 3 and values["lora_evictions_total",] == 2
-    assert values["lora_adapters",] == 9 and values["lora_adapters_in_use",] == 1
+    assert values["lora_adapters",] == 9 and values["lora_adapters_in_use",] == 2
     assert values["lora_requests_waiting",] == 2
 
 
