@@ -39,7 +39,7 @@ class GpuReading(Struct, frozen=True, kw_only=True):
 def load_nvml(_: None = None) -> Any:
     """Return NVML's bindings, initialized; None if there is no package, no driver or no GPU."""
     try:
-        import pynvml as nvml
+        import pynvml as nvml  # type: ignore[import-untyped]
     except ImportError:
         return None
     try:

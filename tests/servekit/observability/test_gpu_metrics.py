@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,17 @@ class FakeNvml(ModuleType):
             return answer()
 
         return ask
+
+
+def test_the_fake_has_the_names_of_the_real_package() -> None:
+    import pynvml
+
+    fake, used = FakeNvml("pynvml"), re.findall(r"\bnvml\.(\w+)", Path(gpu_metrics.__file__).read_text())
+    for name in used:
+        assert hasattr(pynvml, name) and hasattr(fake, name), name
+    assert issubclass(pynvml.NVMLError, Exception)
+    assert dict(pynvml.c_nvmlUtilization_t._fields_).keys() == {"gpu", "memory"}
+    assert dict(pynvml.c_nvmlMemory_t._fields_).keys() >= {"used", "total"}
 
 
 def test_units_are_bytes_watts_joules_and_fractions() -> None:
