@@ -75,14 +75,15 @@ def series(server: ServerProcess) -> dict[str, set[str]]:
     """The labels of each series that the server has after some traffic, and the two that Prometheus adds."""
     server.generate(PROMPT)
     server.client.post("/generate", content=b"{")
-    speculating = Metrics(ServeConfig(), "")  # this server exports nothing of these, because it has none of them
-    speculating.watch_drafts("ngram", lambda: [DraftLengths(1)])
-    speculating.watch_cost(lambda: Cost(1.0, 1.0, 1.0))
-    speculating.registry.register(GpuCollector([GPU]))
+    other = Metrics(ServeConfig(), "")  # this server exports nothing of these: it has no drafts, no GPU and no price
+    other.watch_drafts("ngram", lambda: [DraftLengths(1)])
+    other.watch_cost(lambda: Cost(1.0, 1.0, 1.0))
+    other.registry.register(GpuCollector([GPU]))
     text = server.client.get("/metrics").text
     found: dict[str, set[str]] = {"up": set(TARGET_LABELS)}
-    of_drafts = [family for family in speculating.registry.collect() if "spec_decode" in family.name]
-    for family in (*of_drafts, *text_string_to_metric_families(text)):
+    kinds = ("servekit_spec_decode", "servekit_cost", "servekit_gpu")
+    missing = [family for family in other.registry.collect() if family.name.startswith(kinds)]
+    for family in (*missing, *text_string_to_metric_families(text)):
         for sample in family.samples:
             found.setdefault(sample.name, set(TARGET_LABELS)).update(sample.labels)
     return found
@@ -115,7 +116,7 @@ def test_quantiles_use_buckets_and_rates_use_counters(series: dict[str, set[str]
                 assert names[0].endswith("_bucket") and "le" in node.args[1].modifier.labels, where
             if node.func.name in ("rate", "increase"):
                 num_rates += 1
-                assert names[0].endswith(("_total", "_bucket")), where
+                assert names[0].endswith(("_total", "_bucket", "_seconds_sum", "_seconds_count")), where
     assert num_quantiles > 30 and num_rates > 40
 
 
