@@ -48,19 +48,19 @@ def test_settings_that_adapters_do_not_go_with_are_refused_by_name(settings: dic
 
 async def test_usage_says_which_adapters_have_requests() -> None:
     registry = await registry_of("a", "b", "c")
-    assert registry.usage() == (3, 0, {})
+    assert registry.usage() == (3, 0, {}, ())
     uses = [registry.begin_use(name) for name in ("a", "b", "b")]
     waiting = asyncio.create_task(registry.wait_for_use("c"))
     await asyncio.sleep(0)
     await registry.unload("a")
     await registry.load("a", "/a")
-    assert registry.usage() == (3, 1, {"a": 1, "b": 2})
+    assert registry.usage() == (3, 1, {"a": 1, "b": 2}, ("c",))
     assert registry.live().in_use == [("b", 2), ("a", 1)]
     for use in uses:
         assert use is not None
         use.release()
     (await waiting).release()
-    assert registry.usage() == (3, 0, {})
+    assert registry.usage() == (3, 0, {}, ())
 
 
 async def test_an_adapter_that_is_loaded_again_is_another_one() -> None:
