@@ -315,3 +315,14 @@ def test_tracing_without_the_otel_extra_is_a_configuration_error(monkeypatch: py
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=re.escape("pip install '.[otel]'")):
         connect_tracing(ServeConfig(otlp_endpoint="http://localhost:4318"))
+
+
+def test_metrics_and_info_say_what_tokens_cost(tmp_path: Path) -> None:
+    flags = ("--model", "sim:instant", "--data-parallel-size", "2", "--price-per-hour", "1.25")
+    with serving(*flags, log=tmp_path / "log") as server:
+        assert server.metric("servekit_cost_per_hour") == 2 * 1.25
+        server.generate(PROMPT, max_tokens=8)
+        cost = server.client.get("/info").json()["cost"]
+        assert cost["per_hour"] == 2 * 1.25 and cost["total"] > 0.0 and cost["per_million_tokens"] > 0.0
+        assert server.metric("servekit_cost_per_million_tokens") >= cost["per_million_tokens"], "idle time costs, too"
+        assert server.metric("servekit_total_queued_requests") == server.metric("servekit_total_running_requests") == 0
