@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from msgspec import Raw, Struct
 
 INFER = "infer"  # the kind of models that compute tensors
@@ -14,6 +16,10 @@ class Tensor(Struct):
     shape: list[int]
     datatype: str  # such as FP32, INT64, BOOL, BYTES
     data: Raw  # JSON: a list of the values in row-major order, flat or nested
+
+
+# Decodes a large answer of the model's server in another process. Raises RemoteFailed if it is not valid.
+DecodeOutputs = Callable[[bytearray], Awaitable[list[Tensor]]]
 
 
 class InferenceRequest(Struct, frozen=True, kw_only=True):

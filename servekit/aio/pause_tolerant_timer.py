@@ -44,12 +44,35 @@ class PauseTolerantTimer:
         self._handle.cancel()
 
 
+class PauseTolerantTimeout:
+    """The timeout of a block: see `pause_tolerant_timeout`."""
+
+    __slots__ = ("_timeout", "_timer")
+
+    def __init__(self, timeout: asyncio.Timeout, delay_s: float) -> None:
+        self._timeout = timeout
+        self._timer = PauseTolerantTimer(delay_s, self._expire)
+
+    def restart(self, delay_s: float) -> None:
+        """Let the block run for `delay_s` seconds from now on."""
+        self._timer.cancel()
+        self._timeout.reschedule(None)  # if the timer has called a moment ago
+        self._timer = PauseTolerantTimer(delay_s, self._expire)
+
+    def cancel(self) -> None:
+        """Stop the timer. Idempotent."""
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._timeout.reschedule(0.0)
+
+
 @asynccontextmanager
-async def pause_tolerant_timeout(delay_s: float) -> AsyncIterator[None]:
+async def pause_tolerant_timeout(delay_s: float) -> AsyncIterator[PauseTolerantTimeout]:
     """Raise TimeoutError when this process has run for `delay_s` seconds inside the block; like `asyncio.timeout`."""
     async with asyncio.timeout(None) as timeout:
-        timer = PauseTolerantTimer(delay_s, lambda: timeout.reschedule(0.0))
+        timer = PauseTolerantTimeout(timeout, delay_s)
         try:
-            yield
+            yield timer
         finally:
             timer.cancel()

@@ -62,7 +62,7 @@ class FrameConnection(asyncio.Protocol, Generic[Incoming]):
         if transport is None or transport.is_closing():
             return
         payload = self._encode(message)
-        transport.write(self._frames.encode(payload))
+        transport.writelines(self._frames.encode(payload))
         if self.is_full and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             log.error("an API process or its engine process does not read: %d bytes are unsent", MAX_UNSENT_BYTES)
             transport.abort()

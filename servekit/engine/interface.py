@@ -27,7 +27,7 @@ from servekit.engine.prediction_state import PredictionState
 from servekit.engine.request_state import RequestState
 from servekit.engine.tokenizer import Tokenizer
 from servekit.errors import ServekitError
-from servekit.inference import INFER, InferenceRequest, Tensor
+from servekit.inference import INFER, DecodeOutputs, InferenceRequest, Tensor
 from servekit.prediction import PredictionRequest
 from servekit.protocol.messages import Profiled, WorkerReady
 from servekit.protocol.prediction import PredictorInfo, PredictorKind, PredictorReady
@@ -226,8 +226,13 @@ def predicts(engine: Engine) -> TypeGuard[PredictingEngine]:
 class InferringEngine(Engine, Protocol):
     """The engine of a model that computes tensors, which another server runs."""
 
-    async def infer(self, request: InferenceRequest, caller: Caller = ANONYMOUS) -> list[Tensor]:
-        """Return the outputs of one inference. Raises RequestError or WorkerError."""
+    async def infer(
+        self, request: InferenceRequest, caller: Caller = ANONYMOUS, decode: DecodeOutputs | None = None
+    ) -> list[Tensor]:
+        """Return the outputs of one inference. Large ones are decoded by `decode`, so that the event loop stays free.
+
+        Raises RequestError or WorkerError.
+        """
 
 
 def infers(engine: Engine) -> TypeGuard[InferringEngine]:

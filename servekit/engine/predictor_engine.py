@@ -375,7 +375,7 @@ class PredictorEngine(OneModel):
     ) -> list[TextItem | ImageItem]:
         """Return what the worker gets of each input. Raises DeadlineExceeded if that takes too long."""
         if self._tokenizer is None:
-            return [ImageItem(each.data, each.is_base64) for each in request.inputs if isinstance(each, ImageInput)]
+            return [ImageItem(each.is_base64, each.data) for each in request.inputs if isinstance(each, ImageInput)]
         try:
             async with asyncio.timeout(None if deadline_s == NEVER else max(0.0, deadline_s - self._clock())):
                 return list(await self._tokenizer.encode(request, caller.tenant))

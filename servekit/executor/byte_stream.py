@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from servekit.protocol.frames import Bytes
+
 OnBytes = Callable[[bytes], None]
 OnEnd = Callable[[str], None]
 
@@ -30,8 +32,11 @@ class ByteStream(Protocol):
         SIGKILL". `on_bytes` may call `stop`.
         """
 
-    def write(self, data: bytes) -> None:
-        """Send bytes. What cannot be sent at once is kept, and sent later. Ignored when the worker has ended."""
+    def write(self, *data: Bytes) -> None:
+        """Send bytes. What cannot be sent at once is kept, and sent later: it must not change.
+
+        Ignored when the worker has ended.
+        """
 
     def stop(self) -> None:
         """Deliver nothing more, and send nothing more. Idempotent."""

@@ -11,7 +11,7 @@ from servekit.errors import ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.step_timeout import StepTimeout, backoff_s
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_process import WorkerProcess
-from servekit.protocol.prediction import BatchResult, LoadPredictor, PredictBatch, PredictorReady
+from servekit.protocol.prediction import BatchResult, LoadPredictor, PredictBatch, PredictorReady, encode_batch
 
 STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as a failed start
 FLOAT_BYTES = 4
@@ -76,7 +76,7 @@ class PredictorExecutor:
         """Send a batch of so many tokens to the worker. Does not wait."""
         assert self._worker is not None
         self._in_flight[batch.epoch, batch.batch_id] = len(batch.items), num_tokens
-        self._worker.send(batch)
+        self._worker.send_payload(*encode_batch(batch))
         if len(self._in_flight) == 1:
             self._start_timer()
 

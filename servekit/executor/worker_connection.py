@@ -16,7 +16,7 @@ from msgspec import Struct
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.byte_stream import ByteStream
-from servekit.protocol.frames import FrameCodec
+from servekit.protocol.frames import Bytes, FrameCodec
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import (
     HEARTBEAT_S,
@@ -107,10 +107,10 @@ class WorkerConnection:
         """Send a message. Does not wait; what cannot be sent at once is sent later."""
         self.send_payload(self.encode(message))
 
-    def send_payload(self, payload: bytes) -> None:
-        """Send a message that is encoded already."""
+    def send_payload(self, *payload: Bytes) -> None:
+        """Send a message that is encoded already. Its parts are not copied, and must not change."""
         if self.loss is None:  # else `receive` and `ask` raise the loss
-            self._stream.write(self._frames.encode(payload))
+            self._stream.write(*self._frames.encode(*payload))
 
     async def receive(self, timeout_s: float | None) -> FromWorker:
         """Return the worker's next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError while it loads.

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from servekit.executor.byte_stream import OnBytes, OnEnd
 from servekit.protocol.child_process import DUMP_SIGNAL
+from servekit.protocol.frames import Bytes
 from servekit.protocol.framing import PIPE_BYTES, PipeWriter, make_pipe
 
 log = logging.getLogger("servekit")
@@ -110,13 +111,13 @@ class WorkerProcess:
         self._loop.add_reader(self._process_fd, self._on_exit)
         self._loop.add_reader(self._results.fileno(), self._on_readable)
 
-    def write(self, data: bytes) -> None:
+    def write(self, *data: Bytes) -> None:
         """Send bytes. What does not fit into the pipe is sent when there is room."""
         if self._is_stopped:
             return
         # A broken pipe means that the process has ended. The result pipe and the pidfd are about to report it.
         with contextlib.suppress(BrokenPipeError):
-            if not self._tasks.write_ready(data):
+            if not self._tasks.write_ready(*data):
                 self._loop.add_writer(self._tasks.fileno(), self._on_writable)
 
     def stop(self) -> None:

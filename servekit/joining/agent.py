@@ -257,7 +257,7 @@ class _Service:
                 pass
 
     def _to_server(self, payload: bytes) -> None:
-        self._stream.write(self._frames.encode(payload))
+        self._stream.write(*self._frames.encode(payload))
 
 
 async def _connect(settings: AgentSettings) -> SocketStream:

@@ -67,7 +67,7 @@ class LocalProcess:
         self.send(msgspec.msgpack.encode(load))
 
     def send(self, payload: bytes) -> None:
-        self._process.write(self._sent.encode(payload))
+        self._process.write(*self._sent.encode(payload))
 
     async def end(self) -> None:
         await self._process.end(is_hung=False)

@@ -9,7 +9,7 @@ import socket
 
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.executor.byte_stream import OnBytes, OnEnd
-from servekit.protocol.frames import HEADER_BYTES, add_header, frame_length
+from servekit.protocol.frames import HEADER_BYTES, Bytes, add_header, frame_length
 from servekit.protocol.handshake import MAX_HANDSHAKE_BYTES
 
 log = logging.getLogger("servekit")
@@ -66,10 +66,10 @@ class SocketStream:
         self._on_end = on_end
         self._reading = asyncio.create_task(self._read(on_bytes), name=f"reads {self.name}")
 
-    def write(self, data: bytes) -> None:
+    def write(self, *data: Bytes) -> None:
         if self._is_stopped:
             return
-        self._writer.write(data)
+        self._writer.writelines(data)
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._report_end("does not read what is sent to it")
 

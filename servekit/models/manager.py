@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from servekit import __version__
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.config import ServeConfig
 from servekit.engine.adapted_model import AdaptedModel, find_adapted
 from servekit.engine.adapter_registry import adapters_at_start
@@ -485,7 +486,7 @@ class ModelManager:
         model.waiting.append(future)
         self.look()
         try:
-            async with asyncio.timeout(self._file.max_load_wait_s):
+            async with pause_tolerant_timeout(self._file.max_load_wait_s):
                 use = await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:

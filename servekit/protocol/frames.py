@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+Bytes = bytes | bytearray | memoryview
+
 # A step plan takes about 5 bytes for each token and block in it, and the rest of a request is limited at admission. So
 # this is far more than any valid message takes, and a longer frame means that the stream is corrupt.
 MAX_MESSAGE_BYTES = 2**30
@@ -22,9 +24,9 @@ class FrameCodec:
         self._partial = bytearray()
         self._length: int | None = None  # of the first frame in `_partial`, once its header has arrived
 
-    def encode(self, payload: bytes) -> bytes:
-        """Return the frame of a payload."""
-        return add_header(payload)
+    def encode(self, *payload: Bytes) -> list[Bytes]:
+        """Return the frame of a payload, both in parts: to join them would copy a payload of megabytes."""
+        return [encode_length(sum(map(len, payload))), *payload]
 
     def decode(self, data: bytes) -> list[bytes]:
         """Take the next bytes of the stream, and return the payloads that are complete.

@@ -9,7 +9,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from servekit.protocol.frames import Bytes
 
 MIN_PADDING = 8  # tokens
 
@@ -102,8 +106,8 @@ class TextItem(Struct, frozen=True, tag="text", array_like=True, gc=False):
 class ImageItem(Struct, frozen=True, tag="image", array_like=True, gc=False):
     """An image file, as the client sent it. The worker decodes it."""
 
-    data: bytes
     is_base64: bool
+    data: memoryview
 
 
 class PredictBatch(Struct, frozen=True, tag="predict_batch"):
@@ -112,6 +116,30 @@ class PredictBatch(Struct, frozen=True, tag="predict_batch"):
     epoch: int
     batch_id: int
     items: tuple[TextItem | ImageItem, ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+MIN_PART_BYTES = 2**16
+
+
+def encode_batch(batch: PredictBatch) -> list[Bytes]:
+    """Return a batch as msgpack, in parts: its large images are parts of their own, because they are not copied.
+
+    To encode an image of 8 MB would hold the event loop for some milliseconds.
+    """
+    if not any(isinstance(item, ImageItem) and len(item.data) >= MIN_PART_BYTES for item in batch.items):
+        return [_encode(batch)]
+    head = _encode(replace(batch, items=()))
+    assert head.endswith(b"\x90"), "the items, of which there are none, come last"
+    parts: list[Bytes] = [head[:-1], b"\xdd" + len(batch.items).to_bytes(4, "big")]  # msgpack's array of any length
+    for item in batch.items:
+        if isinstance(item, ImageItem) and len(item.data) >= MIN_PART_BYTES:
+            begin = _encode(replace(item, data=memoryview(b"")))
+            assert begin.endswith(b"\xc4\x00"), "the data, of which there are none, come last"
+            parts += [begin[:-2], b"\xc6" + len(item.data).to_bytes(4, "big"), item.data]  # bytes of any length
+        else:
+            parts.append(_encode(item))
+    return parts
 
 
 class ItemFailure(Struct, frozen=True, array_like=True):

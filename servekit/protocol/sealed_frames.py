@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from hashlib import sha256
 
-from servekit.protocol.frames import HEADER_BYTES, MAX_MESSAGE_BYTES, FrameCodec, encode_length, frame_length
+from servekit.protocol.frames import HEADER_BYTES, MAX_MESSAGE_BYTES, Bytes, FrameCodec, encode_length, frame_length
 
 MAC_BYTES = 16  # of HMAC-SHA256's 32; a guess succeeds with probability 2**-128, and the first wrong one is the last
 
@@ -28,12 +28,13 @@ class SealedFrameCodec(FrameCodec):
         self._num_sent = 0
         self._num_received = 0
 
-    def encode(self, payload: bytes) -> bytes:
-        length = encode_length(len(payload) + MAC_BYTES)
+    def encode(self, *payload: Bytes) -> list[Bytes]:
+        content = b"".join(payload)  # the MAC reads all of it anyway
+        length = encode_length(len(content) + MAC_BYTES)
         header_mac = _mac(self._send_key, self._num_sent, b"length", length)
-        payload_mac = _mac(self._send_key, self._num_sent, b"payload", payload)
+        payload_mac = _mac(self._send_key, self._num_sent, b"payload", content)
         self._num_sent += 1
-        return b"".join((length, header_mac, payload, payload_mac))
+        return [length + header_mac, content, payload_mac]
 
     def _read_length(self, header: bytes) -> int:
         """Return the length in a header. Raises ValueError if its MAC is wrong."""

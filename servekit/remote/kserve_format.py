@@ -10,12 +10,15 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from servekit.errors import InvalidRequest, RemoteFailed
 from servekit.inference import InferenceRequest, Tensor
+from servekit.protocol.frames import Bytes
 
 TEXT = "BYTES"  # the datatype of texts
 MAX_NAMES_SHOWN = 20
+MARK = Raw(b"\0")  # stands for the numbers of a tensor; JSON cannot contain it: in texts it is escaped
 
 
 class TensorInfo(Struct):
@@ -40,20 +43,27 @@ class _Answer(Struct):
     outputs: list[Tensor]
 
 
-def read_model_info(body: bytes) -> ModelInfo:
+def read_model_info(body: bytes | bytearray) -> ModelInfo:
     """Return what the server tells of a model. Raises RemoteFailed."""
     info: ModelInfo = _read(body, ModelInfo)
     return info
 
 
-def write_request(request: InferenceRequest, info: ModelInfo, model: str) -> bytes:
-    """Return the body of a request. `model` is the model's name here. Raises InvalidRequest."""
+def write_request(request: InferenceRequest, info: ModelInfo, model: str) -> list[Bytes]:
+    """Return the body of a request in parts: the numbers of tensors are not copied. Raises InvalidRequest.
+
+    `model` is the model's name here.
+    """
     tensors = request.tensors or [_texts(request.texts, info, model)]
-    body: dict[str, Any] = {"inputs": tensors}
+    body: dict[str, Any] = {"inputs": [replace(each, data=MARK) for each in tensors]}
     if request.output_names:
         body["outputs"] = [{"name": name} for name in request.output_names]
     try:
-        return msgspec.json.encode(body)
+        first, *others = msgspec.json.encode(body).split(bytes(MARK))
+        parts: list[Bytes] = [first]
+        for tensor, other in zip(tensors, others, strict=True):
+            parts += [memoryview(tensor.data), other]
+        return parts
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the request cannot be sent to the model's server: {str(error)[:200]}") from None
 
@@ -73,14 +83,15 @@ def _texts(texts: list[str], info: ModelInfo, model: str) -> Tensor:
         raise InvalidRequest(f"input cannot be sent to the model's server: {str(error)[:200]}", param="input") from None
 
 
-def read_answer(body: bytes) -> list[Tensor]:
+def read_answer(body: bytes | bytearray) -> list[Tensor]:
     """Return the outputs of a model. Raises RemoteFailed."""
     answer: _Answer = _read(body, _Answer)
     return answer.outputs
 
 
-def _read(body: bytes, kind: type[Any]) -> Any:
+def _read(body: bytes | bytearray, kind: type[Any]) -> Any:
     try:
+        body.decode()  # msgspec does not check the UTF-8 of values that it leaves raw
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteFailed(f"the model's server sent an invalid answer: {str(error)[:200]}") from None

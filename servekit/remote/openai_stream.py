@@ -324,7 +324,7 @@ class _WithMessage(Struct):
     code: str | int | None = None
 
 
-def message_of(body: bytes) -> tuple[str, str | None]:
+def message_of(body: bytes | bytearray) -> tuple[str, str | None]:
     """Return the message and the code of an error, as OpenAI's servers write it, vLLM's older ones, or TGI."""
     error: _Error | _WithMessage
     try:

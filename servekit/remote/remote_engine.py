@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.config import ServeConfig
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.client_queue import ParsedDelta, TokenDelta
@@ -26,6 +27,7 @@ from servekit.errors import (
     shutting_down,
 )
 from servekit.observability.metrics import ModelMetrics
+from servekit.protocol.frames import Bytes
 from servekit.protocol.messages import TokenLogprobs, WorkerReady
 from servekit.remote.circuit_breaker import Outcome
 from servekit.remote.failure import Failure
@@ -369,23 +371,25 @@ class _Exchange:
         self._answers = AnswerReader(state.request.n, state.request.chat is not None, state.request.logprobs)
         self._is_complete = False
 
-    async def run(self, path: str, body: bytes) -> None:
+    async def run(self, path: str, body: list[Bytes]) -> None:
         """Send the request, and deliver the response. Raises Failure or RemoteFailed."""
-        engine, loop = self._engine, asyncio.get_running_loop()
+        engine = self._engine
         settings, started_s = engine.settings, engine.now()
         try:
-            async with asyncio.timeout(settings.first_token_timeout) as timeout:
-                async with engine.server.open(path, body, self._state.caller.request_id) as response:
-                    engine.metrics.remote.answer_began(engine.now() - started_s)
-                    self._state.has_begun()
-                    async for received in response.aiter_raw():
-                        was_complete = self._is_complete
-                        has_more = self._read(self._events.feed(received))
-                        if self._is_complete and not was_complete:
-                            timeout.reschedule(loop.time() + DRAIN_S)
-                        elif has_more and self._attempt.has_delivered and not was_complete:
-                            timeout.reschedule(loop.time() + settings.token_timeout)
-                    self._read(self._events.finish())
+            async with (
+                pause_tolerant_timeout(settings.first_token_timeout) as timeout,
+                engine.server.open(path, body, self._state.caller.request_id) as response,
+            ):
+                engine.metrics.remote.answer_began(engine.now() - started_s)
+                self._state.has_begun()
+                async for received in response.aiter_raw():
+                    was_complete = self._is_complete
+                    has_more = self._read(self._events.feed(received))
+                    if self._is_complete and not was_complete:
+                        timeout.restart(DRAIN_S)
+                    elif has_more and self._attempt.has_delivered and not was_complete:
+                        timeout.restart(settings.token_timeout)
+                self._read(self._events.finish())
         except TimeoutError:
             if not self._answers.is_complete:
                 raise self._timeout() from None

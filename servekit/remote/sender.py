@@ -14,6 +14,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.config import ServeConfig
 from servekit.errors import QueueFull, RemoteFailed, RemoteUnavailable, RequestError
@@ -116,7 +117,7 @@ class Sender:
         settings, timeout_s = self._settings, self._settings.first_answer_timeout_s
         self.num_waiting += 1
         try:
-            async with asyncio.timeout(timeout_s):
+            async with pause_tolerant_timeout(timeout_s):
                 await self._slots.acquire(tenant)
         except TimeoutError:
             raise RemoteUnavailable(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from servekit.aio.daemon_thread import run_in_daemon_thread
+from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.errors import ConfigError, InvalidRequest, RemoteFailed, RemoteUnavailable
+from servekit.protocol.frames import Bytes
 from servekit.remote.api_keys import check_api_key
 from servekit.remote.failure import Failure, of_status
 from servekit.remote.openai_request import RemoteRequest
@@ -106,9 +108,11 @@ class ServerClient:
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes | None, request_id: str = "", *, busy_statuses: Container[int] = ()
+        self, path: str, body: Sequence[Bytes] | None, request_id: str = "", *, busy_statuses: Container[int] = ()
     ) -> AsyncIterator[httpx2.Response]:
-        """Send a POST with this body, or a GET, and yield the response. Leaving the block closes it.
+        """Send a POST with this body, which may be in parts, or a GET, and yield the response.
+
+        A large body is sent in slices, so that the event loop stays free. Leaving the block closes the connection.
 
         `busy_statuses` mean that the server works and has no time, even without a Retry-After.
 
@@ -119,7 +123,11 @@ class ServerClient:
         headers = {"X-Request-Id": request_id} if is_clean else {}
         httpx2, method = self._httpx2, "GET" if body is None else "POST"
         try:
-            request = self._http.stream(method, self._url + path, content=body, headers=headers)
+            content: Any = body
+            if body is not None:
+                headers["Content-Length"] = str(sum(map(len, body)))
+                content = _slices(body)
+            request = self._http.stream(method, self._url + path, content=content, headers=headers)
             async with request as response:
                 if response.status_code != 200:
                     raise await self._refused(response, busy_statuses)
@@ -159,7 +167,7 @@ class ServerClient:
         """Return the tokens of the longest sequence of a model there, if the server tells. Logs what is wrong."""
         assert self._http is not None, "start was called"
         try:
-            async with asyncio.timeout(timeout_s), self._http.stream("GET", f"{self._url}/models") as response:
+            async with pause_tolerant_timeout(timeout_s), self._http.stream("GET", f"{self._url}/models") as response:
                 body = await read_up_to(response, MAX_MODELS_BYTES)
             models = {each.id: each for each in msgspec.json.decode(body, type=_Models).data}
         except (TimeoutError, self._httpx2.HTTPError) as error:
@@ -174,33 +182,48 @@ class ServerClient:
         return models[name].max_model_len
 
 
-async def read_up_to(response: httpx2.Response, max_bytes: int) -> bytes:
-    """Return the body, or the beginning of a longer one."""
+async def _slices(parts: Sequence[Bytes]) -> AsyncIterator[bytes]:
+    """Yield a body in slices. Short parts are joined."""
+    joined = bytearray()
+    for part in map(memoryview, parts):
+        for start in range(0, len(part), BYTES_PER_SLICE):
+            joined += part[start : start + BYTES_PER_SLICE]
+            if len(joined) >= BYTES_PER_SLICE:
+                yield bytes(joined)
+                joined.clear()
+                await asyncio.sleep(0)
+    if joined:
+        yield bytes(joined)
+
+
+async def read_up_to(response: httpx2.Response, max_bytes: int) -> bytearray:
+    """Return the body, or the beginning of a longer one. It is not copied as a whole."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
         if len(body) > max_bytes:
             break
-    return bytes(body[:max_bytes])
+    del body[max_bytes:]
+    return body
 
 
-async def encode(request: RemoteRequest) -> bytes:
-    """Return the body of a request. Long conversations are encoded in slices, so that the event loop stays free."""
+async def encode(request: RemoteRequest) -> list[Bytes]:
+    """Return the body of a request, in parts. Of a long conversation, the event loop encodes a slice at a time."""
     try:
         head = msgspec.json.encode(request.fields)
         if request.messages is None:
-            return head
-        parts: list[bytes] = []
+            return [head]
+        parts: list[Bytes] = [head[:-1], b',"messages":[']
         num_bytes = 0
-        for message in request.messages:
-            parts.append(msgspec.json.encode(message))
+        for number, message in enumerate(request.messages):
+            parts += [b"," if number else b"", msgspec.json.encode(message)]
             num_bytes += len(parts[-1])
             if num_bytes > BYTES_PER_SLICE:
                 await asyncio.sleep(0)
                 num_bytes = 0
     except (UnicodeEncodeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"the request cannot be sent to the model's server: {_shown(error)}") from None
-    return b"".join((head[:-1], b',"messages":[', b",".join(parts), b"]}"))
+    return [*parts, b"]}"]
 
 
 def _shown(error: Any) -> str:

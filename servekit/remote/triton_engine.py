@@ -27,8 +27,9 @@ from servekit.errors import (
     WorkerNotReady,
     shutting_down,
 )
-from servekit.inference import INFER, InferenceRequest, Tensor
+from servekit.inference import INFER, DecodeOutputs, InferenceRequest, Tensor
 from servekit.observability.metrics import ModelMetrics
+from servekit.protocol.frames import Bytes
 from servekit.remote.circuit_breaker import Outcome
 from servekit.remote.failure import Failure
 from servekit.remote.kserve_format import ModelInfo, read_answer, read_model_info, write_request
@@ -40,6 +41,7 @@ from servekit.remote.settings import TritonSettings
 log = logging.getLogger("servekit")
 
 MAX_ANSWER_BYTES = 2**24  # of one inference: all outputs, as JSON
+MAX_INLINE_BYTES = 2**16  # of an answer that is decoded on the event loop
 MAX_INFO_BYTES = 2**20
 UNKNOWN_LENGTH = 2**20  # tokens: tensors have none, and texts are tokenized by the server
 FAILED_STATUS = 500  # Triton's, with a message, also for an exception in a model's own code
@@ -50,7 +52,7 @@ class _Live(Struct, eq=False):
     """An inference that has not ended."""
 
     caller: Caller
-    task: asyncio.Task[list[Tensor]]
+    task: asyncio.Task[list[Tensor] | bytearray]
     error: ServekitError | None = None  # why it was ended from here
 
 
@@ -91,7 +93,7 @@ class TritonEngine(RemoteModel):
         settings = self.settings
         try:
             if settings.model_control_mode == "explicit":
-                await self._ask(f"{self._repository_path}/load", b"{}", settings.load_timeout, "load_timeout")
+                await self._ask(f"{self._repository_path}/load", [b"{}"], settings.load_timeout, "load_timeout")
             self.info = read_model_info(
                 await self._ask(self._model_path, None, settings.answer_timeout, "answer_timeout")
             )
@@ -107,10 +109,10 @@ class TritonEngine(RemoteModel):
             "its model repository, and model_control_mode in the model file"
         )
 
-    async def _ask(self, path: str, body: bytes | None, timeout_s: float, setting: str) -> bytes:
+    async def _ask(self, path: str, body: list[Bytes] | None, timeout_s: float, setting: str) -> bytearray:
         """Send a request that is about the model, and return the answer. Raises Failure."""
         try:
-            async with asyncio.timeout(timeout_s), self.server.open(path, body) as response:
+            async with pause_tolerant_timeout(timeout_s), self.server.open(path, body) as response:
                 return await read_up_to(response, MAX_INFO_BYTES)
         except TimeoutError:
             raise self._timeout(timeout_s, setting) from None
@@ -133,7 +135,7 @@ class TritonEngine(RemoteModel):
         if graceful and was_started and self.settings.model_control_mode == "explicit":
             try:
                 path = f"{self._repository_path}/unload"
-                await self._ask(path, b"{}", self.settings.connect_timeout, "connect_timeout")
+                await self._ask(path, [b"{}"], self.settings.connect_timeout, "connect_timeout")
             except Failure as failure:
                 log.warning("the model %s may still be loaded there: %s", self.config.model_name, failure.error.message)
         await self.server.close()
@@ -159,8 +161,13 @@ class TritonEngine(RemoteModel):
 
     # -- inferences ---------------------------------------------------------------------------------------------------
 
-    async def infer(self, request: InferenceRequest, caller: Caller = ANONYMOUS) -> list[Tensor]:
-        """Send an inference, and return its outputs. Raises RequestError or WorkerError."""
+    async def infer(
+        self, request: InferenceRequest, caller: Caller = ANONYMOUS, decode: DecodeOutputs | None = None
+    ) -> list[Tensor]:
+        """Send an inference, and return its outputs. Raises RequestError or WorkerError.
+
+        `decode` gets an answer of more than MAX_INLINE_BYTES, when its connection is free again.
+        """
         self.check_admission(caller, request.num_inputs, 1)
         assert self.info is not None, "start was called"
         body = write_request(request, self.info, self.config.model_name)
@@ -172,7 +179,11 @@ class TritonEngine(RemoteModel):
         try:
             deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
             async with asyncio.timeout(deadline_s):
-                outputs = await live.task
+                answer = await live.task
+                if isinstance(answer, list):
+                    outputs = answer
+                else:
+                    outputs = read_answer(answer) if decode is None else await decode(answer)
             outcome = "computed"
             return outputs
         except TimeoutError:
@@ -189,12 +200,13 @@ class TritonEngine(RemoteModel):
             for _ in range(request.num_inputs):
                 metrics.ended(outcome, self._clock() - started_s)
 
-    async def _infer(self, body: bytes, caller: Caller) -> list[Tensor]:
-        outputs: list[Tensor] = []
+    async def _infer(self, body: list[Bytes], caller: Caller) -> list[Tensor] | bytearray:
+        """Return the outputs, or an answer that is not decoded yet."""
+        answer: list[Tensor] | bytearray = []
 
         async def exchange(attempt: Attempt) -> None:
-            nonlocal outputs
-            outputs = await self._exchange(attempt, body, caller.request_id)
+            nonlocal answer
+            answer = await self._exchange(attempt, body, caller.request_id)
 
         has_left = False
 
@@ -209,9 +221,9 @@ class TritonEngine(RemoteModel):
         finally:
             if not has_left:  # it was cancelled before it began
                 leave_queue()
-        return outputs
+        return answer
 
-    async def _exchange(self, attempt: Attempt, body: bytes, request_id: str) -> list[Tensor]:
+    async def _exchange(self, attempt: Attempt, body: list[Bytes], request_id: str) -> list[Tensor] | bytearray:
         """Send an inference once. Raises Failure or RemoteFailed."""
         timeout_s, started_s = self.settings.answer_timeout, self._clock()
         try:
@@ -233,7 +245,7 @@ class TritonEngine(RemoteModel):
             raise
         if len(answer) > MAX_ANSWER_BYTES:
             raise RemoteFailed(f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes")
-        outputs = read_answer(answer)
+        outputs = read_answer(answer) if len(answer) <= MAX_INLINE_BYTES else answer
         attempt.report(Outcome.ANSWERED, "answered")
         return outputs
 

@@ -240,10 +240,10 @@ class Insider:
         self.send_payload(msgspec.msgpack.encode(message))
 
     def send_payload(self, payload: bytes) -> None:
-        self.write(self._frames.encode(payload))
+        self.write(self.seal(payload))
 
     def seal(self, payload: bytes) -> bytes:
-        return self._frames.encode(payload)
+        return b"".join(self._frames.encode(payload))
 
     def write(self, data: bytes) -> None:
         self.sent += data

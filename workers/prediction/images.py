@@ -93,9 +93,9 @@ class ImageProcessor:
 
 def _bytes_of(item: ImageItem) -> bytes:
     """Return the bytes of the file: as they are, or of base64 text, or of a data URL. Raises BadImage."""
+    text = bytes(item.data)
     if not item.is_base64:
-        return item.data
-    text = item.data
+        return text
     if text[:5].lower() == b"data:":
         match = _DATA_URL.match(text)
         if match is None or match[1] is None:

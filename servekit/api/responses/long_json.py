@@ -28,7 +28,7 @@ class LongJson:
 
     def __init__(self, items_per_piece: int = ITEMS_PER_PIECE) -> None:
         self._items_per_piece = items_per_piece
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | memoryview] = []
 
     def items(self, items: Iterable[Any]) -> list[Any]:
         """Encode the items of a list, and return the marks that take their place in the answer."""
@@ -39,9 +39,14 @@ class LongJson:
             self._pieces.append(inner)
         return marks
 
+    def raw(self, json: memoryview) -> Raw:
+        """Return the mark for JSON that is encoded already, and is not copied in one piece."""
+        self._pieces.append(json)
+        return Raw(b"%b%d%b" % (_MARK, len(self._pieces) - 1, _MARK))
+
     def pieces(self, answer: Any) -> list[bytes]:
         """Return the JSON of an answer, whose concatenation is the whole."""
-        joined, unsent, num_bytes = [], list[bytes](), 0
+        joined, unsent, num_bytes = [], list[bytes | memoryview](), 0
         for part in self._expanded(encode(answer)):
             unsent.append(part)
             num_bytes += len(part)
@@ -50,10 +55,13 @@ class LongJson:
                 unsent, num_bytes = [], 0
         return [*joined, b"".join(unsent)]
 
-    def _expanded(self, text: bytes) -> Iterator[bytes]:
+    def _expanded(self, text: bytes) -> Iterator[bytes | memoryview]:
         for number, part in enumerate(text.split(_MARK)):
             if number % 2 == 0:
                 yield part
-            else:
-                piece, self._pieces[int(part)] = self._pieces[int(part)], b""
+                continue
+            piece, self._pieces[int(part)] = self._pieces[int(part)], b""
+            if isinstance(piece, bytes):
                 yield from self._expanded(piece)
+            else:
+                yield from (piece[at : at + MIN_PIECE_BYTES] for at in range(0, len(piece), MIN_PIECE_BYTES))

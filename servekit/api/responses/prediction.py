@@ -7,21 +7,27 @@ import math
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servekit.api.body_budget import BodyBudget
+from servekit.api.body_decoder import BodyDecoder, unpack
 from servekit.api.endpoint import caller_of
 from servekit.api.key_accounts import RequestAccount
 from servekit.api.responses.generation import CHARACTERS_PER_TOKEN, unless_disconnected
-from servekit.api.responses.http import respond_at_length
-from servekit.api.responses.long_json import ITEMS_PER_PIECE, ItemList
+from servekit.api.responses.http import LongResponse, respond, respond_at_length
+from servekit.api.responses.long_json import ITEMS_PER_PIECE, ItemList, LongJson
+from servekit.api.schemas.packed_body import MAX_INLINE_BYTES, Refusal
+from servekit.api.schemas.predictions import InferAnswer, InferResponse
 from servekit.engine.caller import Caller
 from servekit.engine.interface import InferringEngine, PredictingEngine
 from servekit.engine.prediction_state import PredictionState
-from servekit.inference import InferenceRequest, Tensor
+from servekit.errors import RemoteFailed
+from servekit.inference import DecodeOutputs, InferenceRequest, Tensor
 from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import Activation, PredictorInfo, PredictorKind
 
@@ -70,14 +76,41 @@ async def infer(request: Request, engine: InferringEngine, wanted: InferenceRequ
         num_tokens = sum(map(_estimated_tokens, wanted.texts))
         await account.reserve(wanted.num_inputs, 0, num_tokens)
         account.charge_tokens(num_tokens)
-    outputs = await unless_disconnected(request, _outputs(engine, wanted, caller_of(request)))
+    caller, decoder = caller_of(request), request.app.state.body_decoder
+    decode = partial(_decode_outputs, decoder, caller.tenant)
+    outputs = await unless_disconnected(request, _outputs(engine, wanted, caller, decode))
     budget: BodyBudget = request.state.body_budget
     budget.hold_answer(request, 2 * sum(len(tensor.data) for tensor in outputs))  # as they came, and in the answer
     return outputs
 
 
-async def _outputs(engine: InferringEngine, wanted: InferenceRequest, caller: Caller) -> list[Tensor]:
-    return await engine.infer(wanted, caller)
+async def _outputs(
+    engine: InferringEngine, wanted: InferenceRequest, caller: Caller, decode: DecodeOutputs
+) -> list[Tensor]:
+    return await engine.infer(wanted, caller, decode)
+
+
+async def _decode_outputs(decoder: BodyDecoder, tenant: str, answer: bytearray) -> list[Tensor]:
+    """Decode the answer of a model's server in the process for large bodies.
+
+    Raises RemoteFailed if it is not valid, and what `BodyDecoder.decode` raises.
+    """
+    packed = await decoder.decode(answer, [InferAnswer], 0, tenant)
+    if isinstance(packed, Refusal):
+        why = packed.message.replace("the request body", "it", 1)
+        raise RemoteFailed(f"the model's server sent an invalid answer: {why}")
+    unpacked, _ = await unpack(packed)
+    outputs: list[Tensor] = unpacked.outputs
+    return outputs
+
+
+async def respond_with_tensors(model: str, outputs: list[Tensor]) -> Response:
+    """Respond with the outputs of a model of kind infer. Large ones are joined in a thread, in pieces."""
+    if sum(len(tensor.data) for tensor in outputs) <= MAX_INLINE_BYTES:
+        return respond(InferResponse(model, outputs))
+    long_json = LongJson()
+    marked = [replace(tensor, data=long_json.raw(memoryview(tensor.data))) for tensor in outputs]
+    return LongResponse(await asyncio.to_thread(long_json.pieces, InferResponse(model, marked)))
 
 
 async def _results(state: PredictionState) -> Sequence[bytes]:

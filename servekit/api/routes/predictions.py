@@ -18,7 +18,15 @@ from servekit.api.responses.collect import new_id
 from servekit.api.responses.generation import CHARACTERS_PER_TOKEN
 from servekit.api.responses.http import OLLAMA_PATHS, respond, respond_at_length
 from servekit.api.responses.long_json import ItemList
-from servekit.api.responses.prediction import base64_of, compute, floats, infer, respond_with, scores_of
+from servekit.api.responses.prediction import (
+    base64_of,
+    compute,
+    floats,
+    infer,
+    respond_with,
+    respond_with_tensors,
+    scores_of,
+)
 from servekit.api.schemas.json_body import decode_query
 from servekit.api.schemas.ollama import OllamaError
 from servekit.api.schemas.packed_body import MAX_INLINE_BYTES
@@ -179,7 +187,7 @@ async def predict(request: Request) -> Response:
     engine = await classifier_for(request, wanted.model)
     if infers(engine):
         outputs = await infer(request, engine, wanted.to_inference_request())
-        return respond(InferResponse(engine.config.model_name, outputs))
+        return await respond_with_tensors(engine.config.model_name, outputs)
     assert predicts(engine)
     state, results = await compute(request, engine, prediction or wanted.to_prediction_request())
     labels, activation = engine.model.labels, Activation.NONE if wanted.raw_scores else engine.model.activation
@@ -205,7 +213,7 @@ def _prediction(scores: Sequence[LabelScore]) -> Prediction:
     return Prediction(scores[0].label, scores[0].score, list(scores))
 
 
-async def _read_form(request: Request) -> tuple[PredictRequest, bytes]:
+async def _read_form(request: Request) -> tuple[PredictRequest, memoryview]:
     """Return the fields of a form, and the content of its file. Raises InvalidRequest, and what `read_body` raises."""
     body = await read_body(request)
     reader = MultipartReader(request.headers["content-type"])
@@ -232,7 +240,7 @@ async def _read_form(request: Request) -> tuple[PredictRequest, bytes]:
     if data is None:
         raise InvalidRequest("the form has no field image with a file", param="image")
     fields = {name: [value.decode("utf-8", "replace")] for name, value in parts.items()}
-    return decode_query(fields, PredictRequest), bytes(data)
+    return decode_query(fields, PredictRequest), memoryview(data)
 
 
 ENDPOINTS: list[Endpoint] = [

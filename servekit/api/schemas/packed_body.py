@@ -22,6 +22,7 @@ from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 from servekit.api.schemas.openai import ChatCompletionRequest, CompletionRequest
 from servekit.api.schemas.predictions import (
     EmbeddingsRequest,
+    InferAnswer,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     PredictionFields,
@@ -29,6 +30,7 @@ from servekit.api.schemas.predictions import (
     RerankRequest,
     ScoreRequest,
     TeiEmbedRequest,
+    ascii_of,
 )
 from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
@@ -66,6 +68,7 @@ _LONG_FIELDS: dict[type[Struct], dict[str, Any]] = {
     RerankRequest: {"query": "", "documents": [], "texts": []},
     ScoreRequest: {"text_1": "", "text_2": ""},
     PredictRequest: {"input": "", "image": "", "inputs": "", "tensors": []},
+    InferAnswer: {"outputs": []},
 }
 TGI_KINDS = (TgiRequest, TgiTokenizeRequest)
 KINDS = {kind.__name__: kind for kind in _LONG_FIELDS}
@@ -118,6 +121,14 @@ class Tensors(Struct, tag=True):
     data: list[memoryview]  # of each one, as JSON
 
 
+class Images(Struct, tag=True):
+    """An image, or a list of images: base64 as ASCII, which stays bytes. To make a text of 8 MB and to encode it again
+    holds the event loop for milliseconds."""
+
+    ascii: memoryview
+    lengths: memoryview | None  # in bytes, as integers of 32 bits; None: it is one image
+
+
 class Conversation(Struct, tag=True):
     """Messages as chat templates expect them."""
 
@@ -125,7 +136,7 @@ class Conversation(Struct, tag=True):
     long_contents: dict[int, memoryview]  # by message, as UTF-8
 
 
-Long = Text | Texts | TokenIds | TokenIdLists | Tensors | Conversation
+Long = Text | Texts | TokenIds | TokenIdLists | Tensors | Images | Conversation
 
 
 class PackedBody(Struct, tag=True):
@@ -199,7 +210,7 @@ def _pack(wanted: Any, max_prompt_tokens: int) -> PackedBody:
                 value = _truncated(value, name, truncate, max_prompt_tokens)
             elif isinstance(wanted, EmbeddingsRequest):
                 value = _beginnings(value, max_prompt_tokens + 1)
-            long[name] = _long(value)
+            long[name] = _packed(wanted, name, value)
             setattr(wanted, name, placeholder)
     short = msgspec.json.encode(wanted)
     if len(short) > MAX_SHORT_BYTES:
@@ -232,6 +243,14 @@ def _beginnings(value: Any, max_tokens: int) -> Any:
     return value[:max_tokens] if isinstance(value[0], int) else [token_ids[:max_tokens] for token_ids in value]
 
 
+def _packed(wanted: Any, name: str, value: Any) -> Long:
+    if isinstance(wanted, InferAnswer):
+        return _tensors(value)
+    if isinstance(wanted, PredictRequest) and name == "image":
+        return _images(value)
+    return _long(value)
+
+
 def _long(value: Any) -> Long:
     if isinstance(value, str):
         return Text(memoryview(_utf8(value)))
@@ -246,6 +265,13 @@ def _long(value: Any) -> Long:
     for each in value:
         token_ids.extend(each)
     return TokenIdLists(memoryview(token_ids.tobytes()), _int32([len(each) for each in value]))
+
+
+def _images(value: str | list[str]) -> Images:
+    if isinstance(value, str):
+        return Images(ascii_of(value), None)
+    encoded = [ascii_of(text) for text in value]
+    return Images(memoryview(b"".join(encoded)), _int32([len(text) for text in encoded]))
 
 
 def _tensors(tensors: list[Tensor]) -> Tensors:

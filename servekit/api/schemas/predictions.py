@@ -376,8 +376,14 @@ class PredictRequest(PredictionFields, kw_only=True):
         ((param, value),) = given.items()
         inputs = _texts(value)
         if param == "image":
-            inputs = [ImageInput(text.encode("ascii", "replace"), is_base64=True) for text in _listed(value)]
+            inputs = [ImageInput(ascii_of(text), is_base64=True) for text in _listed(value)]
         return self._request(inputs, param, truncates=bool(self.truncate))
+
+
+class InferAnswer(Struct):
+    """The answer of a server of KServe's protocol V2 to an inference. Large ones are decoded like request bodies."""
+
+    outputs: list[Tensor]
 
 
 class LabelScore(Struct):
@@ -410,7 +416,7 @@ class InferResponse(Struct):
     outputs: list[Tensor]
 
 
-def image_request(data: bytes, wanted: PredictRequest) -> PredictionRequest:
+def image_request(data: memoryview, wanted: PredictRequest) -> PredictionRequest:
     """Return the request for an image that was uploaded in a form, whose other fields are in `wanted`."""
     return PredictionRequest(
         inputs=[ImageInput(data, is_base64=False)],
@@ -439,8 +445,13 @@ def inputs_of(value: Any, param: str) -> list[Input]:
     return list(value)
 
 
+def ascii_of(text: str | memoryview) -> memoryview:
+    """Return the bytes of base64; those of a large body are bytes already. Other characters than ASCII become `?`."""
+    return text if isinstance(text, memoryview) else memoryview(text.encode("ascii", "replace"))
+
+
 def _listed(value: Texts) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | memoryview) else value
 
 
 def _texts(value: Texts) -> list[Input]:

@@ -104,3 +104,18 @@ async def test_a_timeout_outlasts_a_pause(monkeypatch: pytest.MonkeyPatch) -> No
     async with pause_tolerant_timeout(60.0):
         pause(monkeypatch, 3600.0)
         await asyncio.sleep(0.01)
+
+
+async def test_a_timeout_that_is_restarted_begins_again() -> None:
+
+    async def wait_forever() -> None:
+        async with pause_tolerant_timeout(60.0) as timeout:
+            timeout.restart(0.01)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await wait_forever()
+    async with pause_tolerant_timeout(30.0) as timeout:
+        timeout._expire()  # as if it had just run out
+        timeout.restart(60.0)
+        await asyncio.sleep(0.01)

@@ -148,7 +148,10 @@ async def test_a_full_queue_is_refused_and_a_tenant_may_have_half_of_it(engine: 
     ("wanted", "words"),
     [
         (request("a", dimensions=33), "dimensions = 33; the model's embeddings have 32"),
-        (PredictionRequest(inputs=[ImageInput(b"", False)], param="image"), "takes texts, and image has images"),
+        (
+            PredictionRequest(inputs=[ImageInput(memoryview(b""), False)], param="image"),
+            "takes texts, and image has images",
+        ),
         (request(*["a"] * 1025), r"has 1025 inputs; the limit is 1024 \(max_client_batch_size\)"),
         (request("a", prompt_name="query"), "it has none"),
     ],

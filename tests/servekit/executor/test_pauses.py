@@ -88,7 +88,7 @@ class SilentWorker:
     def __init__(self) -> None:
         self.loss: ServekitError | None = None
 
-    def send(self, message: object) -> None:
+    def send_payload(self, *_: object) -> None:
         pass
 
     def mark_lost(self, error: ServekitError, cause: str) -> None:

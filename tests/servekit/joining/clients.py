@@ -156,7 +156,7 @@ class StandInWorker:
 
     def send_bytes(self, payload: bytes, header_only: bool = False) -> None:
         """Send a sealed frame, or only its header."""
-        frame = self._frames.encode(payload)
+        frame = b"".join(self._frames.encode(payload))
         self.write(frame[: self._frames.header_bytes] if header_only else frame)
 
     def write(self, data: bytes) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import tracemalloc
 from contextlib import suppress
 from itertools import pairwise
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.protocol.frames import MAX_MESSAGE_BYTES
-from servekit.protocol.framing import MessageReceiver, MessageSender, make_pipe
+from servekit.protocol.framing import PIPE_BYTES, MessageReceiver, MessageSender, PipeWriter, make_pipe
 from servekit.protocol.messages import FromWorker, StepResult
 
 
@@ -68,3 +70,36 @@ def test_the_rest_of_a_large_message_is_sent_later_without_blocking() -> None:
     with pytest.raises(BrokenPipeError):
         sender.send_ready(results[0])
     sender.close()
+
+
+def test_what_does_not_fit_into_the_pipe_is_not_copied() -> None:
+    """A plan or an image of megabytes is encoded once. Each copy of it would hold the event loop for milliseconds."""
+    reader, writer = make_pipe()
+    os.set_blocking(writer.fileno(), False)
+    os.set_blocking(reader.fileno(), False)
+    pipe, data = PipeWriter(writer), random.Random(1).randbytes(8 * PIPE_BYTES)
+    received = bytearray()
+    tracemalloc.start()
+    assert not pipe.write_ready(b"head", data, b"", b"tail")
+    assert 7 * PIPE_BYTES <= pipe.num_unsent < 8 * PIPE_BYTES + 8
+    assert tracemalloc.get_traced_memory()[1] < PIPE_BYTES / 2
+    tracemalloc.stop()
+    while not pipe.flush():
+        received += os.read(reader.fileno(), PIPE_BYTES)
+    while len(received) < len(data) + 8:
+        received += os.read(reader.fileno(), PIPE_BYTES)
+    assert bytes(received) == b"head" + data + b"tail" and pipe.num_unsent == 0
+    reader.close()
+    pipe.close()
+
+
+def test_one_call_writes_no_more_than_a_pipe_full_although_its_reader_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one call would write all of 8 MB while a worker on another core reads."""
+    monkeypatch.setattr(os, "writev", lambda _, parts: min(2**16, sum(map(len, parts))))
+    reader, writer = make_pipe()
+    pipe = PipeWriter(writer)
+    assert not pipe.write_ready(bytes(3_000_000))
+    assert pipe.num_unsent == 3_000_000 - PIPE_BYTES
+    assert not pipe.flush() and pipe.flush()
+    reader.close()
+    pipe.close()

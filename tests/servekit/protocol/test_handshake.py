@@ -24,6 +24,7 @@ from servekit.protocol.handshake import (
     WorkerHello,
     WorkerProof,
 )
+from tests.servekit.protocol.test_frames import framed
 
 KEY = b"k" * 32
 OFFER = Offer("gpu-7", "cuda:1", "1.0", "2.9.0", 77)
@@ -53,8 +54,8 @@ def test_two_sides_with_one_key_accept_each_other_and_read_each_others_frames() 
     assert worker.is_accepted and server.is_accepted
     of_worker, of_server = worker.sealed_frames(), server.sealed_frames()
     for payload in (b"", b"plan", b"x" * 100_000):
-        assert of_worker.decode(of_server.encode(payload)) == [payload]
-        assert of_server.decode(of_worker.encode(payload)) == [payload]
+        assert of_worker.decode(framed(of_server, payload)) == [payload]
+        assert of_server.decode(framed(of_worker, payload)) == [payload]
 
 
 def test_a_worker_with_another_key_is_refused_and_both_sides_say_why() -> None:
@@ -173,7 +174,7 @@ def test_a_worker_that_relays_another_workers_proof_has_no_keys() -> None:
     """A machine between the two can relay the handshake, but has no session keys, and so cannot alter a frame."""
     worker, server = make_sides()
     converse(worker, server)
-    sealed = worker.sealed_frames().encode(b"result")
+    sealed = framed(worker.sealed_frames(), b"result")
     with pytest.raises(ValueError, match="MAC"):
         server.sealed_frames().decode(sealed[:-1] + bytes([sealed[-1] ^ 1]))
 
@@ -183,12 +184,12 @@ def test_sealed_frames_out_of_order_are_refused(order: tuple[int, ...]) -> None:
     worker, server = make_sides()
     converse(worker, server)
     sender, receiver = worker.sealed_frames(), server.sealed_frames()
-    frames = [sender.encode(b"first"), sender.encode(b"second")]
+    frames = [framed(sender, b"first"), framed(sender, b"second")]
     with pytest.raises(ValueError, match="MAC"):
         receiver.decode(b"".join(frames[index] for index in order))
     echoed = worker.sealed_frames()
     with pytest.raises(ValueError, match="MAC"):
-        worker.sealed_frames().decode(echoed.encode(b"sent back"))
+        worker.sealed_frames().decode(framed(echoed, b"sent back"))
 
 
 @settings(max_examples=200, deadline=None)

@@ -20,7 +20,7 @@ def info(*inputs: TensorInfo) -> ModelInfo:
 def test_numbers_are_sent_as_the_client_wrote_them() -> None:
     data = b"[[1.50, -0.0], [1e-3, 2]]"
     request = InferenceRequest(tensors=[Tensor("A", [2, 2], "FP32", Raw(data))], output_names=["SUM"])
-    body = write_request(request, info(), "here")
+    body = b"".join(write_request(request, info(), "here"))
     assert data in body
     assert json.loads(body)["outputs"] == [{"name": "SUM"}]
     assert json.loads(body)["inputs"][0]["shape"] == [2, 2]
@@ -29,7 +29,7 @@ def test_numbers_are_sent_as_the_client_wrote_them() -> None:
 @pytest.mark.parametrize(("known", "sent"), [([-1], [2]), ([-1, 1], [2, 1])])
 def test_texts_are_the_only_input_of_a_model_that_takes_text(known: list[int], sent: list[int]) -> None:
     request = InferenceRequest(texts=["blüe", "x"])
-    body = json.loads(write_request(request, info(TensorInfo("TEXT", "BYTES", known)), "here"))
+    body = json.loads(b"".join(write_request(request, info(TensorInfo("TEXT", "BYTES", known)), "here")))
     assert body == {"inputs": [{"name": "TEXT", "shape": sent, "datatype": "BYTES", "data": ["blüe", "x"]}]}
 
 

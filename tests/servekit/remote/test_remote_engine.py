@@ -36,6 +36,7 @@ from servekit.remote.settings import OpenAISettings
 from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason
 from tests.support.asgi import Answer, ask
+from tests.support.pauses import pause
 from tests.support.scripted_server import Script, ScriptedServer, event, scripted_server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -512,6 +513,35 @@ async def test_silence_is_a_timeout_before_the_answer_and_within_it(remote: Scri
     with pytest.raises(RemoteTimeout, match=r"within 0\.3 s \(first_token_timeout\)"):
         await read(state)
     assert metrics_of(engine)['remote_requests_total{result="timeout"}'] == 3
+
+
+async def freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the whole container had been stopped for an hour: timers that are due by the clock run."""
+    await asyncio.sleep(0.01)
+    pause(monkeypatch, 3600.0)
+    await asyncio.sleep(0.1)
+
+
+async def test_a_pause_of_the_container_is_not_silence_of_the_server(
+    remote: ScriptedServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the answer, within it, and while a request waits for a connection."""
+    first, second = threading.Event(), threading.Event()
+    engine = await start(remote, {"max_connections": 1})
+    remote.scripts[TEXT] = [[first, text_piece("The "), second, *map(text_piece, WORDS[1:]), *text_answer([])]]
+    running = asyncio.create_task(submit(engine, wanted()))
+    waiting = asyncio.create_task(submit(engine, wanted()))
+    await asyncio.to_thread(remote.wait_for, 2)
+    await freeze(monkeypatch)
+    first.set()
+    state = await running
+    (begun,) = await state.queue.get()
+    await freeze(monkeypatch)
+    second.set()
+    text, _ = await read(state)
+    assert begun.text + text == "".join(WORDS)
+    assert (await read(await waiting))[0] == "".join(WORDS)
+    assert engine.sender.breaker.state is State.CLOSED
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

@@ -32,9 +32,11 @@ from servekit.inference import InferenceRequest, Tensor
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
 from servekit.remote.circuit_breaker import State
+from servekit.remote.kserve_format import read_answer
 from servekit.remote.settings import TritonSettings
-from servekit.remote.triton_engine import TritonEngine
+from servekit.remote.triton_engine import MAX_INLINE_BYTES, TritonEngine
 from tests.support.asgi import Answer, ask, bearer
+from tests.support.pauses import pause
 from tests.support.triton_server import TritonServer, triton_server
 
 
@@ -164,6 +166,32 @@ async def test_large_tensors_pass_through_the_body_process(app: Starlette) -> No
     shape = [1] * 70_000
     answer = await predict(app, model="lengths", tensors=[{**large[0], "shape": shape}])
     assert answer.status == 400 and "names and shapes of tensors" in answer.error["message"]
+
+
+async def test_large_answers_are_decoded_in_the_body_process(
+    app: Starlette, triton: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To decode 16 MiB on the event loop would hold it for tens of milliseconds."""
+
+    def read_small_answer(answer: bytes) -> Any:
+        assert len(answer) <= MAX_INLINE_BYTES
+        return read_answer(answer)
+
+    monkeypatch.setattr("servekit.remote.triton_engine.read_answer", read_small_answer)
+    outputs = [
+        {"name": "P", "shape": [300, 100], "datatype": "FP32", "data": [[0.25] * 100] * 300},
+        {"name": "N", "shape": [0], "datatype": "INT64", "data": []},
+        {"name": "T", "shape": [1], "datatype": "BYTES", "data": ["blüe \0" * 20_000]},
+    ]
+    triton.failures = [(200, {"outputs": outputs}), (200, {"outputs": 1, "more": "a" * 70_000})]
+    answer = await predict(app, model="lengths", input="x")
+    assert answer.status == 200 and json.loads(answer.body) == {"model": "lengths", "outputs": outputs}
+    assert answer.headers["content-length"] == str(len(answer.body))
+    answer = await predict(app, model="lengths", input="x")
+    assert answer.status == 502 and "sent an invalid answer: outputs" in answer.error["message"]
+    triton.failures = [(200, [{"a": "b" * 70_000}])]
+    answer = await predict(app, model="lengths", input="x")
+    assert answer.status == 502 and "sent an invalid answer: it" in answer.error["message"]
 
 
 async def test_keys_and_their_limits_hold(app: Starlette, triton: TritonServer) -> None:
@@ -354,6 +382,19 @@ async def test_silent_server_is_a_timeout_and_is_not_asked_again(triton: TritonS
     with pytest.raises(RemoteTimeout, match=r"within 0\.2 s \(answer_timeout\)"):
         await engine.infer(SUM)
     assert triton.num_inferences() == 1
+
+
+async def test_a_pause_of_the_container_is_not_silence_of_the_server(
+    triton: TritonServer, start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start(triton)
+    triton.hold = threading.Event()
+    running = asyncio.create_task(engine.infer(SUM))
+    await wait_for(triton, 1)
+    pause(monkeypatch, 3600.0)
+    await asyncio.sleep(0.1)
+    triton.hold.set()
+    assert values_of(await running)["SUM"] == [11, 22]
 
 
 async def test_answer_that_is_too_long_is_refused(

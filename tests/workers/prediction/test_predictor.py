@@ -203,14 +203,14 @@ def test_images_equal_transformers_pipeline_and_a_bad_one_fails_alone(tmp_path: 
     files = [make_image(seed=1), make_image(33, 57, "JPEG", seed=2), make_image(200, 20, "WEBP", seed=3)]
     text = base64.b64encode(files[1])
     items = (
-        ImageItem(files[0], False),
-        ImageItem(b"not an image", False),
-        ImageItem(text, True),
-        ImageItem(b"data:image/webp;base64," + base64.b64encode(files[2]), True),
-        ImageItem(make_image(200, 51), False),
-        ImageItem(b"data:image/png,abc", True),
-        ImageItem(b"????", True),
-        ImageItem(files[0][:200], False),
+        ImageItem(False, memoryview(files[0])),
+        ImageItem(False, memoryview(b"not an image")),
+        ImageItem(True, memoryview(text)),
+        ImageItem(True, memoryview(b"data:image/webp;base64," + base64.b64encode(files[2]))),
+        ImageItem(False, memoryview(make_image(200, 51))),
+        ImageItem(True, memoryview(b"data:image/png,abc")),
+        ImageItem(True, memoryview(b"????")),
+        ImageItem(False, memoryview(files[0][:200])),
     )
     result = predictor.predict(PredictBatch(0, 0, items))
     failed = {failure.index: failure for failure in result.failures}

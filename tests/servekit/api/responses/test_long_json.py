@@ -72,3 +72,11 @@ async def test_answer_is_sent_with_its_length(num_tokens: int) -> None:
     assert int(headers[b"content-length"]) == len(body) and headers[b"content-type"] == b"application/json"
     assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
     assert (len(sent) > 2) == (num_tokens >= NUM_TOKENS_FOR_THREAD)
+
+
+def test_json_that_is_encoded_already_is_cut_into_pieces_and_is_not_searched_for_marks() -> None:
+    raw = b'["\\u0000' + b"7" * (3 * MIN_PIECE_BYTES) + b'"]'
+    long_json = LongJson()
+    pieces = long_json.pieces({"a": long_json.raw(memoryview(raw)), "b": long_json.raw(memoryview(b"[1]")), "c": "\0"})
+    assert b"".join(pieces) == b'{"a":' + raw + b',"b":[1],"c":"\\u0000"}'
+    assert max(map(len, pieces)) < 2 * MIN_PIECE_BYTES

@@ -184,6 +184,8 @@ async def test_a_large_response_is_the_chat_of_a_small_one() -> None:
         ([ScoreRequest], {"text_1": TEXT, "text_2": ["a", TEXT]}),
         (PREDICT, {"input": [TEXT, "b"]}),
         (PREDICT, {"image": "aGk="}),
+        (PREDICT, {"image": ["aGk=", "", "\u00e4\u6f22" * 30_000, "aGk="]}),
+        (PREDICT, {"image": ["aGk="] * 5_000}),
     ],
 )
 async def test_large_inputs_of_a_prediction_are_those_of_a_small_body(kinds: Kinds, body: dict[str, Any]) -> None:

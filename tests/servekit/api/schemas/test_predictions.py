@@ -99,11 +99,12 @@ def test_one_text_is_scored_with_each_of_others() -> None:
 
 
 def test_images_are_passed_on_undecoded() -> None:
-    assert converted(PredictRequest, b'{"image": "aGk="}').inputs == [ImageInput(b"aGk=", is_base64=True)]
-    assert converted(PredictRequest, b'{"image": ["\\u00e4", "b"]}').inputs[0] == ImageInput(b"?", is_base64=True)
+    assert converted(PredictRequest, b'{"image": "aGk="}').inputs == [ImageInput(memoryview(b"aGk="), is_base64=True)]
+    of_two = converted(PredictRequest, b'{"image": ["\\u00e4", "b"]}')
+    assert of_two.inputs[0] == ImageInput(memoryview(b"?"), is_base64=True)
     assert converted(PredictRequest, b'{"inputs": "a"}').inputs == ["a"]
-    uploaded = image_request(b"\x89PNG", PredictRequest(deadline_ms=5))
-    assert uploaded.inputs == [ImageInput(b"\x89PNG", is_base64=False)] and uploaded.deadline_ms == 5
+    uploaded = image_request(memoryview(b"\x89PNG"), PredictRequest(deadline_ms=5))
+    assert uploaded.inputs == [ImageInput(memoryview(b"\x89PNG"), is_base64=False)] and uploaded.deadline_ms == 5
 
 
 @pytest.mark.parametrize(
