@@ -24,6 +24,7 @@ from servekit.protocol.frames import MAX_MESSAGE_BYTES, Bytes, FrameCodec, encod
 
 # Large enough that a plan almost always fits while the worker is busy computing.
 PIPE_BYTES = 2**20
+MAX_JOINED_BYTES = 2**16
 MAX_PARTS_AT_ONCE = 64  # in one call of the kernel, which takes 1,024 at most
 
 Message = TypeVar("Message")
@@ -43,6 +44,14 @@ class PipeWriter:
         The pipe must be non-blocking. Call `flush` to write the rest when there is room. What is written must not
         change until then. Raises BrokenPipeError if the reader has exited.
         """
+        if sum(map(len, data)) <= MAX_JOINED_BYTES:  # almost always; copying so little takes less than keeping parts
+            data = (b"".join(data),)
+            if not self._unsent:
+                with contextlib.suppress(BlockingIOError):
+                    num_written = os.write(self.fileno(), data[0])
+                    if num_written == len(data[0]):
+                        return True
+                    data = (memoryview(data[0])[num_written:],)
         for part in data:
             if len(part):
                 self._unsent.append(memoryview(part))

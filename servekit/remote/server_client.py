@@ -185,7 +185,8 @@ class ServerClient:
 async def _slices(parts: Sequence[Bytes]) -> AsyncIterator[bytes]:
     """Yield a body in slices. Short parts are joined."""
     joined = bytearray()
-    for part in map(memoryview, parts):
+    for each in parts:
+        part = memoryview(each)
         for start in range(0, len(part), BYTES_PER_SLICE):
             joined += part[start : start + BYTES_PER_SLICE]
             if len(joined) >= BYTES_PER_SLICE:
