@@ -105,7 +105,7 @@ class PredictorEngine(OneModel):
         self._ended_s: deque[float] = deque(maxlen=4096)  # times at which items ended
         self._probe = ReadinessProbe(self._predict_probe, clock)
         self._main_loop: asyncio.Task[None] | None = None
-        self._timer: asyncio.Handle | None = None  # of the next `_pump`
+        self._timer: asyncio.TimerHandle | None = None
         self._outage: ServekitError | None = None  # while there has been no worker for worker_restart_timeout
         self._is_draining = False
         self._rejects_requests = False
@@ -298,7 +298,7 @@ class PredictorEngine(OneModel):
             self._tokens.take(tenant, entry.length)
             self.batcher.add(entry)
         self.metrics.predictions.admitted(num_items, num_tokens if self._tokenizer is not None else 0)
-        self._pump_soon()
+        self._pump()
         return state
 
     async def abort_request(self, tenant: str, request_id: str) -> int:
@@ -439,27 +439,19 @@ class PredictorEngine(OneModel):
                     return failure
             self._pump()
 
-    def _pump_soon(self) -> None:
-        """Call `_pump` when the event loop has run what else waits: to admit a thousand items took milliseconds."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_soon(self._pump)
-
     def _pump(self) -> None:
-        """Send the worker a batch, if it may get one now, and call this again when it may get another one."""
+        """Send the worker what it may get now, and call this again when time alone changes that."""
         now_s = self._clock()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         self._fail_items(self.batcher.expire(now_s), _missed_deadline, "expired")
         if not self._executor.is_ready:
             wake_s = self.batcher.next_deadline_s()
-        elif (batch := self.batcher.plan(now_s)) is not None:
-            self._send(batch, now_s)
-            self._pump_soon()  # to plan and to encode one batch of hundreds of images takes some milliseconds
-            return
         else:
+            while (batch := self.batcher.plan(now_s)) is not None:
+                self._send(batch, now_s)
             wake_s = min(self.batcher.next_plan_s(), self.batcher.next_deadline_s())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if wake_s != NEVER:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_s - now_s), self._pump)
 

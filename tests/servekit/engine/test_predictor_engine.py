@@ -69,21 +69,6 @@ async def test_results_come_in_the_order_of_the_inputs_whatever_the_batches(engi
     assert predictor.stats().num_waiting == 0 and predictor._places.total == predictor._tokens.total == 0
 
 
-async def test_one_callback_sends_one_batch(checkpoint: Path) -> None:
-    """To plan and to encode several batches of images in one piece would hold the event loop for milliseconds."""
-    async with local_engine(checkpoint, PredictorKind.EMBED, max_num_seqs=2, max_steps_in_flight=2) as made:
-        predictor, executor = made
-        executor.hold = True
-        state = await predictor.submit(request(*TEXTS[:3]))
-        num_sent = []
-        for _ in range(3):
-            num_sent.append(len(executor.sent))
-            await asyncio.sleep(0)
-        assert num_sent == [0, 1, 2]
-        executor.release()
-        assert len(await state.results()) == 3
-
-
 async def test_what_a_lost_worker_had_is_computed_again(engine: Engine) -> None:
     predictor, executor = engine
     executor.hold = True
