@@ -8,7 +8,8 @@ no registry, so a stand-in is made: Debian of the same release (debootstrap), an
 read-only root and one folder that can be written, as the Helm chart does it. It must serve, with the prebuilt kernels.
 
 It needs root, Linux, debootstrap, and packages from Debian and PyPI; `--bind` shows folders of this machine to RUN, for
-example those of pip's settings. It is not a test: it takes five minutes, and 3 GB of disk.
+example those of pip's settings. It is not a test: compiling the
+kernels alone takes minutes, and it needs 3 GB of disk.
 """
 
 from __future__ import annotations
