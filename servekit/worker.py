@@ -19,10 +19,11 @@ import msgspec
 
 import servekit
 from servekit.errors import ConfigError
-from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals, quick_imports
+from servekit.protocol.child_process import die_with_parent, dump_stacks_on_crash, ignore_signals
 from servekit.protocol.conversion_job import ConversionJob
 from servekit.protocol.cpu_list import format_cpu_list, parse_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
+from servekit.protocol.light_imports import light_imports
 from servekit.protocol.logging import configure_logging, escaped, write_line
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
 from servekit.protocol.quantization_job import QuantizationJob
@@ -119,7 +120,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return 2
 
     if arguments.predictor:
-        with quick_imports():
+        with light_imports():
             from workers.predictor_worker import PredictorWorker
 
         return PredictorWorker(tasks, results).run()
@@ -173,7 +174,7 @@ def quantize(job: str) -> int:
     try:
         check_workers_package()
 
-        with quick_imports():
+        with light_imports():
             from workers.compression.quantize import quantize_checkpoint
 
         quantize_checkpoint(msgspec.json.decode(job, type=QuantizationJob))
@@ -194,7 +195,7 @@ def write_facts(model: str | None) -> int:
         write_line(f"servekit: {escaped(error.message)}")
         return 2
 
-    with quick_imports():
+    with light_imports():
         from workers.inspection import worker_facts
 
     sys.stdout.buffer.write(msgspec.json.encode(worker_facts(model)) + b"\n")
@@ -205,7 +206,7 @@ def convert_files(job: str) -> int:
     """Convert files of a model. `job` is a ConversionJob in JSON. Writes a ConversionOutcome to standard output."""
     check_workers_package()
 
-    with quick_imports():
+    with light_imports():
         from workers.conversion.convert import convert
 
     outcome = convert(msgspec.json.decode(job, type=ConversionJob))

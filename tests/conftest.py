@@ -1,6 +1,5 @@
 """Set up what all tests share: an environment for torch, and one server with the demo model."""
 
-import gc
 import os
 from collections.abc import Generator, Iterator
 from itertools import compress
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from servekit.protocol.light_imports import light_imports
 from tests import pure_core
 from tests.support.server_process import ServerProcess, serving
 
@@ -67,13 +67,9 @@ LONG_FILES = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import the tests without the garbage collector, and let it never look at what they made: it stays."""
-    gc.disable()
-    try:
+    """Import the tests, and torch and transformers with them, as a worker does. Some tests are ranks of one model."""
+    with light_imports(shares_model=True):
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from servekit.errors import ConfigError
-from servekit.protocol.child_process import quick_imports
 from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender
+from servekit.protocol.light_imports import light_imports
 from servekit.protocol.lora import LoadAdapter
 from servekit.protocol.messages import (
     FromWorker,
@@ -134,7 +134,7 @@ class ModelWorker(WorkerLoop):
         else:
             if settings.device.startswith("cpu") or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
                 compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
-            with quick_imports():  # of torch, too, which takes seconds
+            with light_imports(shares_model=settings.num_ranks > 1):  # of torch, too, which takes seconds
                 from workers.runner.model_runner import load  # type: ignore[assignment]
         settings = replace(settings, fingerprint=fingerprint)
         self._runner, ready = load(settings, lambda stage: self.send(Loading(stage)))

@@ -9,17 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+import huggingface_hub  # which imports its parts, and an HTTP client, when one of them is used
 
 from servekit.errors import ConfigError
 
@@ -64,7 +54,7 @@ def download_snapshot(
     return _download(
         model,
         revision,
-        lambda: snapshot_download(
+        lambda: huggingface_hub.snapshot_download(
             model,
             revision=revision,
             allow_patterns=patterns,
@@ -80,7 +70,7 @@ def download_file(repository: str, name: str, revision: str | None, *, may_downl
     return _download(
         repository,
         revision,
-        lambda: hf_hub_download(repository, name, revision=revision, local_files_only=not may_download),
+        lambda: huggingface_hub.hf_hub_download(repository, name, revision=revision, local_files_only=not may_download),
         may_download,
     )
 
@@ -88,12 +78,14 @@ def download_file(repository: str, name: str, revision: str | None, *, may_downl
 def list_files(model: str, revision: str | None) -> list[str]:
     """Return the names of all files in a model's repository; none if it cannot be asked."""
     try:
-        return HfApi().list_repo_files(model, revision=revision)
+        return huggingface_hub.HfApi().list_repo_files(model, revision=revision)
     except Exception:  # of the library, and of the HTTP client that it happens to use
         return []
 
 
 def _download(model: str, revision: str | None, download: Callable[[], str], may_download: bool) -> Path:
+    from huggingface_hub.errors import HFValidationError
+
     at = "" if revision is None else f" at revision {revision}"
     if may_download:
         log.info("looking for %s%s %s", model, at, _place())
@@ -108,17 +100,21 @@ def _download(model: str, revision: str | None, download: Callable[[], str], may
 
 
 def _place() -> str:
+    from huggingface_hub import constants
+
     return f"in the cache {constants.HF_HUB_CACHE}" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
 
 
 def _explain(model: str, revision: str | None, error: Exception) -> str:
     """Return why a download failed, and what to do, as the end of a sentence that begins with the model."""
+    from huggingface_hub import constants, errors
+
     page = f"{constants.ENDPOINT}/{model}"
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
         error = error.__cause__  # why it looked in the cache
     match error:
-        case GatedRepoError():
-            if get_token() is None:
+        case errors.GatedRepoError():
+            if huggingface_hub.get_token() is None:
                 return (
                     f"is gated: ask for access at {page} with your Hugging Face account, and set HF_TOKEN to a token "
                     "of this account with the permission to read (https://huggingface.co/settings/tokens)"
@@ -127,29 +123,29 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
                 f"is gated, and the account of the token in HF_TOKEN has no access to it: ask for access at {page}, or "
                 "set HF_TOKEN to a token of an account that has it"
             )
-        case RevisionNotFoundError():
+        case errors.RevisionNotFoundError():
             return f"has no branch, tag or commit {revision!r}; {page}/tree/main lists them"
-        case RepositoryNotFoundError():
+        case errors.RepositoryNotFoundError():
             rest = (
                 "if it is private, set HF_TOKEN to a token of an account that can read it"
-                if get_token() is None
+                if huggingface_hub.get_token() is None
                 else "if it is private, the account of the token in HF_TOKEN cannot read it, or the token is not valid"
             )
             return f"is not a local directory, and there is no repository {page}; check the name; {rest}"
-        case RemoteEntryNotFoundError():
+        case errors.RemoteEntryNotFoundError():
             return f"has no such file; {page}/tree/{revision or 'main'} lists its files"
-        case HfHubHTTPError():
+        case errors.HfHubHTTPError():
             status = error.response.status_code
             rest = "; the token in HF_TOKEN is not valid: renew it, or unset it" if status in (401, 403) else ""
             return f"could not be downloaded: {constants.ENDPOINT} answered with HTTP status {status}{rest}"
-        case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
+        case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
             command = f"hf download {model}" + ("" if revision is None else f" --revision {revision}")
             return (
                 f"is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and HF_HUB_OFFLINE forbids to "
                 f"download it: run `{command}` where there is a network and copy the cache (HF_HOME names its "
                 "directory), or give a directory"
             )
-        case LocalEntryNotFoundError():
+        case errors.LocalEntryNotFoundError():
             return (
                 f"is not a local directory, not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot "
                 "be reached; check the network, or give a directory"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 # Makes a worker write the stacks of its threads, even while a thread holds the interpreter's lock inside a kernel.
@@ -56,19 +53,3 @@ def dump_stacks_on_crash() -> None:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import large libraries without the garbage collector, and let it never look at what they made.
-
-    Their modules make a million objects that stay. The collector, which runs after some hundred new objects, would look
-    at these again and again. Measured alternately, three times each, on a busy machine of two cores: without it the
-    imports of a worker take 5.4 s (median) of a processor, with it 6.4 s.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

@@ -9,9 +9,16 @@ import json
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from servekit.protocol.light_imports import bare_packages
 from servekit.sandbox.jobs import DoneLong, Outcome, Refused, RenderChat
+
+try:
+    # The renderer needs little of transformers, all of which takes half a second to import.
+    with bare_packages("transformers", "transformers.utils"):
+        from transformers.utils.chat_template_utils import render_jinja_template
+except (ImportError, AttributeError):  # in another version it needs more
+    from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def render_chat(job: RenderChat) -> Outcome:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from servekit.protocol.child_process import die_with_parent, ignore_signals
+from servekit.protocol.light_imports import light_imports
 from servekit.request import GrammarKind
 from servekit.sandbox.jobs import (
     CompileGrammar,
@@ -123,7 +124,8 @@ def _send(control: socket.socket, message: FromForkServer) -> None:
 
 
 def _chat_handler(_: argparse.Namespace) -> Callable[[RenderChat], Outcome]:
-    from servekit.sandbox.chat_template import render_chat
+    with light_imports():
+        from servekit.sandbox.chat_template import render_chat
 
     # The first conversation imports more modules and fills caches. After this one, forked processes share them.
     render_chat(RenderChat("{{ messages[0].content }}", True, False, {}, [{"role": "user", "content": "x"}]))

@@ -7,12 +7,10 @@ dispatch for each operation, and no fused layer takes them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -23,6 +21,9 @@ from workers.parallel.rank_group import RankGroup
 from workers.parallel.ranks import Ranks
 from workers.parallel.tensor_parallel_plan import CUTS_INPUTS, CUTS_OUTPUTS, TensorParallelPlan
 from workers.quantization.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def partial_class(config: Any, architecture: str, ranks: Ranks, model_class: Any = None) -> type[PreTrainedModel]:
@@ -49,6 +50,8 @@ def partial_class(config: Any, architecture: str, ranks: Ranks, model_class: Any
             group = ranks.group
             if group is None:
                 return
+            from torch.distributed.tensor import distribute_tensor
+
             plan = TensorParallelPlan.of(self, architecture, group.size)
             for name, parameter in list(self.named_parameters()):
                 placement = _placement(plan.style_of_parameter(name), parameter, name)
@@ -63,6 +66,9 @@ def partial_class(config: Any, architecture: str, ranks: Ranks, model_class: Any
 
 def _placement(style: str, parameter: Tensor, name: str) -> Placement | None:
     """Return how the parameter is cut; None if every rank holds all of it."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if style == "packed_colwise" and parameter.ndim > 1:
         return _StridedShard(parameter.ndim - 2, split_factor=2)  # gates and ups, each cut by itself
     if style in CUTS_OUTPUTS:
@@ -74,6 +80,8 @@ def _placement(style: str, parameter: Tensor, name: str) -> Placement | None:
 
 def use_local_parameters(model: PreTrainedModel, group: RankGroup, plan: TensorParallelPlan) -> None:
     """Replace each placeholder by the part it holds, and set the sizes of the layers that have become smaller."""
+    from torch.distributed.tensor import DTensor
+
     # A tied parameter has two names, and stays one parameter.
     local: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):

@@ -1,0 +1,117 @@
+"""Claims about light imports: what a worker does not import, and that all of it works when it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PARTS_NOT_USED = ("sympy", "torch._dynamo.", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_a_worker_imports_neither_compiler_nor_distributed_tensors_and_compiles_when_asked() -> None:
+    output = run(f"""
+import sys
+from servekit.protocol.light_imports import light_imports
+with light_imports():
+    import workers.runner.model_runner, transformers.models.gpt_oss.modeling_gpt_oss
+from transformers.utils import is_torch_distributed_available
+index_part = "torch._dynamo._trace_wrapped_higher_order_op"
+print([name for name in sys.modules if name.startswith({PARTS_NOT_USED}) and name != index_part])
+print(is_torch_distributed_available())
+
+import torch
+compiler = sys.modules["torch._dynamo"]
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+@torch.compile(backend=backend)
+def double(x): return 2 * x
+print(double(torch.tensor(21)).item(), len(graphs))
+print(torch._dynamo is compiler, "sympy" in sys.modules, compiler.disable.__module__)
+""")
+    assert output.splitlines() == ["[]", "False", "42 1", "True True torch._dynamo.decorators"]
+
+
+def test_a_part_of_the_compiler_is_imported_once_whoever_imports_it_first() -> None:
+    output = run("""
+import sys
+from servekit.protocol.light_imports import light_imports
+with light_imports():
+    import torch._dynamo
+    before = len(sys.modules)
+    import torch._dynamo.utils  # which the compiler imports, too
+utils = sys.modules["torch._dynamo.utils"]
+print(before < len(sys.modules), torch._dynamo.utils is torch._dynamo.eval_frame.utils is utils)
+""")
+    assert output.splitlines() == ["True True"]
+
+
+def test_transformers_finds_the_same_models_and_reads_each_folder_once() -> None:
+    output = run("""
+from pathlib import Path
+from servekit.protocol.light_imports import light_imports
+with light_imports():
+    import transformers.models.auto
+    from transformers.utils import import_utils
+reads = import_utils.create_import_structure_from_path.cache_info()
+print(reads.misses == reads.currsize > 400)
+texts = [path.read_text() for path in Path(transformers.__file__).parent.glob("models/*/*.py")]
+fetch = import_utils.fetch__all__
+print(len(texts) > 1000, [text for text in texts if fetch(text) != fetch.__wrapped__(text)])
+""")
+    assert output.splitlines() == ["True", "True []"]
+
+
+def test_transformers_knows_whether_ranks_share_the_model() -> None:
+    output = run("""
+from servekit.protocol.light_imports import light_imports
+with light_imports(shares_model=True):
+    from transformers.utils import is_torch_distributed_available
+print(is_torch_distributed_available())
+""")
+    assert output.splitlines() == ["True"]
+
+
+def test_a_module_is_imported_without_the_code_of_its_package_unless_it_needs_that(tmp_path: Path) -> None:
+    package = tmp_path / "packed"
+    package.mkdir()
+    (package / "__init__.py").write_text("NAME = 'package'")
+    (package / "part.py").write_text("NAME = 'part'")
+    (package / "light.py").write_text("from . import part")
+    (package / "needy.py").write_text("from . import NAME")
+    output = run(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from servekit.protocol.light_imports import bare_packages
+def packed(): return [name for name in sys.modules if name.startswith("packed")]
+
+with bare_packages("packed"):
+    import packed.light as light
+print(light.part.NAME, packed())
+try:
+    with bare_packages("packed"):
+        import packed.needy
+except ImportError:
+    print("needs more", packed())
+import packed.needy
+with bare_packages("packed"):
+    import packed.light
+print(packed.needy.NAME, packed.light is not light)
+""")
+    assert output.splitlines() == ["part []", "needs more []", "package True"]
+
+
+def test_chats_are_rendered_without_importing_all_of_transformers() -> None:
+    assert (
+        run("""
+import sys, servekit.sandbox.chat_template
+print([name for name in sys.modules if name.startswith(("transformers", "httpx", "torch"))])
+""")
+        == "[]\n"
+    )
