@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -61,21 +62,34 @@ def manifests() -> str:
 
 
 def install() -> None:
-    """Download the two packages and unpack what is needed of them, unless that was done before."""
+    """Download the two packages and unpack what is needed of them, unless that was done before.
+
+    What is there stays until the new Helm has run. Exits on a machine that it is not made for.
+    """
     stamp = TOOLS / "installed"
     contents = "\n".join((HELM_PACKAGE, SCHEMA_PACKAGE, *VERSIONS))
     if stamp.exists() and stamp.read_text() == contents:
         return
-    shutil.rmtree(TOOLS, ignore_errors=True)
-    TOOLS.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as folder:
+    machine = f"{platform.system()} {platform.machine()}"
+    if machine != "Linux x86_64":
+        sys.exit(
+            f"the package with Helm is for x86-64 Linux, and this machine is {machine}: nothing was installed; with a "
+            "Helm of your own in PATH, `python -m scripts.kubernetes write` works"
+        )
+    TOOLS.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=TOOLS.parent) as folder:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*download, "--dest", folder, HELM_PACKAGE, SCHEMA_PACKAGE], check=True)
         (layer,) = Path(folder).glob("aws_cdk*.whl")
-        unpack_helm(layer, TOOLS / "helm")
+        unpacked = Path(folder) / "unpacked"
+        unpacked.mkdir()
+        unpack_helm(layer, unpacked / "helm")
         (schemas,) = Path(folder).glob("kubernetes_validate*.whl")
-        unpack_schemas(schemas, TOOLS / "schemas")
-    stamp.write_text(contents)
+        unpack_schemas(schemas, unpacked / "schemas")
+        subprocess.run([unpacked / "helm", "version"], check=True, timeout=60, stdout=subprocess.DEVNULL)
+        (unpacked / stamp.name).write_text(contents)
+        shutil.rmtree(TOOLS, ignore_errors=True)
+        unpacked.rename(TOOLS)
 
 
 def unpack_helm(wheel: Path, target: Path) -> None:

@@ -291,7 +291,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Annotated[float, Meta(ge=0.0, le=1e6)] | None,
         Meta(
             description="price of one device for an hour, in any currency; with it, metrics and /info say what a "
-            "million tokens cost"
+            "million tokens cost, of models that generate text"
         ),
     ] = None
     max_client_batch_size: Annotated[

@@ -16,8 +16,9 @@ import yaml
 from scripts import dashboard
 from servekit.config import ServeConfig, settings
 from servekit.engine.queue_limits import QueueLimits
-from servekit.observability.metrics import Metrics, SchedulerStats
+from servekit.observability.metrics import RESTART_CAUSES, Metrics, SchedulerStats
 from servekit.scheduler.queued_work import QueuedWork
+from tests.support.promql import is_of_replicas_with_workers
 from tests.support.scheduler import make_sequence
 from workers.csrc.build import COMPILERS
 
@@ -157,6 +158,17 @@ def test_a_missing_worker_fires_an_alert_unless_the_first_one_loads(
     assert {
         name for name in worker_alerts if value(promql_parser.parse(RULES[name]["expr"]), samples) is not None
     } == fired
+
+
+def test_a_replica_without_a_worker_does_not_hide_a_long_wait() -> None:
+    above: Any = promql_parser.parse(RULES["ServekitLongWait"]["expr"])
+    assert (str(above.op), str(above.lhs.op), above.rhs.val) == (">", "min", 10.0)
+    assert is_of_replicas_with_workers(above.lhs.expr, ["job", "instance", "model_name", "replica"])
+
+
+def test_workers_that_leave_in_order_fire_no_alert() -> None:
+    assert 'servekit_worker_restarts_total{cause!="left"}' in RULES["ServekitWorkersEnd"]["expr"]
+    assert "left" in RESTART_CAUSES
 
 
 def fires(name: str, metrics: Metrics) -> bool:

@@ -64,17 +64,24 @@ class WorkerPlacer:
 
     async def _run(self) -> None:
         while True:
-            command = [sys.executable, "-P", "-m", self._module, "--parent-pid", str(os.getpid())]
+            self._on_failure(await self._place())
+            await asyncio.sleep(RESTART_DELAY_S)
+
+    async def _place(self) -> str:
+        """Run the process until it ends. Returns what happened to it."""
+        command = [sys.executable, "-P", "-m", self._module, "--parent-pid", str(os.getpid())]
+        try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=os.setpgrp
             )
-            try:
-                self._write(msgspec.structs.replace(self._job, num_workers=self.num_workers))
-                await self._read_failures(process)
-            finally:
-                await self._end(process)
-            self._on_failure(f"the process that places workers ended with code {process.returncode}")
-            await asyncio.sleep(RESTART_DELAY_S)
+        except OSError as error:  # for example, too many processes or open files
+            return f"the process that places workers did not start ({error})"
+        try:
+            self._write(msgspec.structs.replace(self._job, num_workers=self.num_workers))
+            await self._read_failures(process)
+        finally:
+            await self._end(process)
+        return f"the process that places workers ended with code {process.returncode}"
 
     def _write(self, message: msgspec.Struct) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -84,8 +91,14 @@ class WorkerPlacer:
     async def _read_failures(self, process: asyncio.subprocess.Process) -> None:
         """Report failures until the process ends."""
         assert process.stdout is not None
-        async for line in process.stdout:
-            with contextlib.suppress(msgspec.DecodeError):  # Ray may print
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # a line above 64 KiB, which asyncio drops: Ray may print
+                continue
+            if not line:
+                return
+            with contextlib.suppress(msgspec.DecodeError):
                 self._on_failure(msgspec.json.decode(line, type=PlacementFailed).message)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:

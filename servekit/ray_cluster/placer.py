@@ -10,6 +10,7 @@ ranks are, too. The workers are spread: each is asked for on the node that has t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -113,13 +114,29 @@ class Cluster:
         """Wait for the resources of one worker. Returns None if `stopping` is set before there are any."""
         from ray.util.placement_group import placement_group, placement_group_table
 
-        node_id = self._take_emptiest_node()
-        group = placement_group([self.bundle], strategy="STRICT_PACK", _soft_target_node_id=node_id)
+        reservation = Reservation(None, self._take_emptiest_node(), "")
+        with contextlib.ExitStack() as undo:  # also if Ray raises: the resources would be lost until this process ends
+            undo.callback(self.release, reservation)
+            reservation.group = group = placement_group(
+                [self.bundle], strategy="STRICT_PACK", _soft_target_node_id=reservation.node_id
+            )
+            if not self._wait_for(group, stopping):
+                return None
+            found: str = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
+            reservation.address = self._address_of(found)
+            with self._lock:  # Ray may have chosen another node
+                self._num_workers[reservation.node_id] -= 1
+                self._num_workers[found] += 1
+                reservation.node_id = found
+            undo.pop_all()
+        return reservation
+
+    def _wait_for(self, group: Any, stopping: threading.Event) -> bool:
+        """Wait until Ray has reserved a group. Returns False if `stopping` is set before."""
         began_s = logged_s = time.monotonic()
         while not group.wait(1):
             if stopping.is_set():
-                self.release(Reservation(group, node_id, ""))
-                return None
+                return False
             if time.monotonic() - logged_s > RESERVE_TIMEOUT_S:
                 logged_s = time.monotonic()
                 log.warning(
@@ -127,11 +144,7 @@ class Cluster:
                     "the nodes have: %s",
                     *(logged_s - began_s, describe(self.bundle), self._describe_nodes()),
                 )
-        found: str = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
-        with self._lock:  # Ray may have chosen another node
-            self._num_workers[node_id] -= 1
-            self._num_workers[found] += 1
-        return Reservation(group, found, self._address_of(found))
+        return True
 
     def release(self, reservation: Reservation) -> None:
         """Give resources back."""
@@ -139,7 +152,8 @@ class Cluster:
 
         with self._lock:
             self._num_workers[reservation.node_id] -= 1
-        remove_placement_group(reservation.group)
+        if reservation.group is not None:
+            remove_placement_group(reservation.group)
 
     def start_worker(self, reservation: Reservation) -> Any:
         """Return the handle of an actor that has the reserved resources, and owns a worker."""
@@ -228,6 +242,7 @@ class Reservation:
     """Resources for one worker on one node, which Ray calls a placement group."""
 
     def __init__(self, group: Any, node_id: str | None, address: str) -> None:
+        """`group` is None until Ray has been asked for it."""
         self.group = group
         self.node_id = node_id
         self.address = address

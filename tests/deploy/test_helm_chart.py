@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import promql_parser
@@ -24,11 +25,13 @@ from referencing.jsonschema import DRAFT7
 from scripts import kubernetes
 from scripts.kubernetes import CHART, TOOLS, VALUES, VERSIONS
 from scripts.tables import metrics_table
+from servekit import worker
 from servekit.api.routes import health
 from servekit.cli import _parser
 from servekit.config import load_config, settings
 from servekit.models.model_file import parse_model_file
 from tests.deploy.custom_resources import CUSTOM_RESOURCES
+from tests.support.promql import is_of_replicas_with_workers
 
 CASES = sorted(path.stem for path in VALUES.glob("*.yaml"))
 Document = dict[str, Any]
@@ -160,6 +163,10 @@ def test_the_plain_manifests_are_what_the_chart_makes() -> None:
         ("gpu", "workers.enabled=true", "set replicas: 1"),
         ("several-models", "workers.enabled=true", "set workers.enabled: false"),
         ("several-models", "inferencePool.enabled=true", "must all serve one model"),
+        ("gpu", "inferencePool.enabled=true", "set apiKeys.enabled: false"),
+        ("gpu", "replicas=1,cache.persistent=true", "set maxSurge: 0"),
+        ("cpu", "cache.persistent=true,cache.accessMode=ReadWriteOncePod", "set cache.accessMode: ReadWriteMany"),
+        ("tensor-parallel", "cache.persistent=true", "groups have no claims of their own"),
         ("demo", "gpu.count=1", "set workers.gpu.count"),
     ],
 )
@@ -276,6 +283,29 @@ def test_workers_find_the_port_and_the_key_of_their_server() -> None:
             assert service["spec"]["ports"][0]["port"] == int(port) and service["spec"]["publishNotReadyAddresses"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("model=org/name", "org/name"),
+        ("model=org/name,settings.revision=v1", "org/name@v1"),
+        ("model=org/name@v2", "org/name@v2"),
+        ("model=/models/mine", "/models/mine"),
+    ],
+)
+def test_workers_find_the_model_by_its_name(settings: str, expected: str) -> None:
+    for case in ("demo", "tensor-parallel"):
+        assert after(container(rendered(case, "--set", settings), "worker")["args"], "--model") == expected
+
+
+@pytest.mark.parametrize("case", ["demo", "tensor-parallel"])
+def test_a_worker_accepts_its_arguments(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = rendered(case)
+    monkeypatch.setattr("sys.argv", ["worker", *container(documents, "worker")["args"]])
+    expected = container(documents)["args"][1]
+    monkeypatch.setattr(worker, "join", lambda arguments: 0 if arguments.model == expected else 1)
+    assert worker.main() == 0
+
+
 def test_each_worker_has_a_gpu_for_each_rank() -> None:
     documents = rendered("tensor-parallel")
     ranks = int(after(container(documents)["args"], "--tensor-parallel-size"))
@@ -288,12 +318,48 @@ def test_a_changed_keys_file_makes_new_pods() -> None:
         annotations = pods(rendered("several-models", *arguments))["server"]["metadata"]["annotations"]
         return str(annotations["checksum/keys"])
 
-    assert checksum() != checksum("--set", "apiKeys.toml=other")
+    assert checksum(*with_keys(KEYS)) != checksum(*with_keys("other"))
+
+
+KEYS = f"""\
+[[key]]
+sha256 = "{64 * "0"}"
+tenant = "search"
+"""
+
+
+def with_keys(toml: str) -> tuple[str, ...]:
+    return ("--set", "apiKeys.existingSecret=", "--set-json", f"apiKeys.toml={json.dumps(toml)}")
+
+
+def test_keys_come_from_a_secret_of_the_user_or_from_one_that_the_chart_makes() -> None:
+    assert all("toml" not in yaml.safe_load((VALUES / f"{case}.yaml").read_text())["apiKeys"] for case in CASES)
+    assert of_kind(rendered("several-models"), "Secret") == []
+    documents = rendered("several-models", *with_keys(KEYS))
+    (secret,) = of_kind(documents, "Secret")
+    assert secret["stringData"] == {"keys.toml": KEYS} and complaints(VERSIONS[0], secret) == []
+    volumes = {volume["name"]: volume for volume in pods(documents)["server"]["spec"]["volumes"]}
+    assert volumes["keys"]["secret"]["secretName"] == secret["metadata"]["name"]
 
 
 def test_an_image_can_be_named_by_its_digest() -> None:
     digest = "sha256:" + 64 * "0"
     assert container(rendered("gpu", "--set", f"image.digest={digest}"))["image"].endswith(f"servekit@{digest}")
+
+
+def test_the_images_for_cpus_and_for_gpus_have_different_tags() -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    for case in CASES:
+        documents = rendered(case)
+        has_gpu = "nvidia.com/gpu" in json.dumps(documents)
+        for component in pods(documents):
+            tag = container(documents, component)["image"].rpartition(":")[2]
+            assert tag == (version if has_gpu else f"{version}-cpu")
+
+
+def test_one_server_with_a_volume_of_one_node_ends_before_the_next_one_starts() -> None:
+    (server,) = of_kind(rendered("several-models", "--set", "cache.persistent=true"), "Deployment")
+    assert server["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def test_persistent_caches_have_a_claim_for_each_worker() -> None:
@@ -354,6 +420,19 @@ def test_only_workers_reach_the_port_of_workers() -> None:
     assert policies["servekit-worker"]["ingress"] == [] and "Ingress" in policies["servekit-worker"]["policyTypes"]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_prometheus_reaches_the_servers_that_it_watches(case: str) -> None:
+    documents = rendered(case)
+    if not of_kind(documents, "ServiceMonitor"):
+        return
+    address = yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]["prometheusAddress"]
+    namespace = str(urlsplit(address).hostname).rpartition(".")[2]
+    (policy,) = [each for each in of_kind(documents, "NetworkPolicy") if each["metadata"]["name"] == "servekit"]
+    (clients,) = [rule["from"] for rule in policy["spec"]["ingress"] if rule["ports"] == [{"port": "http"}]]
+    assert {"podSelector": {}} in clients
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}} in clients
+
+
 @pytest.mark.parametrize(
     ("case", "arguments", "kind"),
     [
@@ -384,12 +463,39 @@ def exported_metrics() -> set[str]:
 def test_scaling_uses_metrics_that_exist() -> None:
     (keda,) = of_kind(rendered("cpu"), "ScaledObject")
     queries = [trigger["metadata"]["query"] for trigger in keda["spec"]["triggers"]]
-    for query in queries:
-        promql_parser.parse(query)
     (hpa,) = of_kind(rendered("tensor-parallel"), "HorizontalPodAutoscaler")
     names = {metric["object"]["metric"]["name"] for metric in hpa["spec"]["metrics"]}
-    assert {name for query in queries for name in re.findall(r"servekit_\w+", query)} == names
-    assert names <= exported_metrics()
+    used = {name for query in queries for name in re.findall(r"servekit_\w+", query)}
+    assert names == used - {"servekit_workers_alive"}
+    assert used <= exported_metrics()
+
+
+def adapter_queries() -> dict[str, str]:
+    """Return the queries of the rules for Prometheus' adapter in the documentation, by the metric, as it fills them."""
+    page = (Path(kubernetes.ROOT) / "docs" / "kubernetes.md").read_text()
+    (text,) = [each for each in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "seriesQuery" in each]
+    queries = {}
+    for rule in yaml.safe_load(text)["rules"]["custom"]:
+        name = rule["seriesQuery"].partition("{")[0]
+        filled = rule["metricsQuery"].replace("<<.Series>>", name).replace("<<.GroupBy>>", "service")
+        queries[name] = filled.replace("<<.LabelMatchers>>", 'namespace="default",service="servekit"')
+    return queries
+
+
+def test_a_replica_without_a_worker_does_not_count_as_one_without_a_wait() -> None:
+    (keda,) = of_kind(rendered("cpu"), "ScaledObject")
+    waiting, wait = (trigger["metadata"]["query"] for trigger in keda["spec"]["triggers"])
+    from_adapter = adapter_queries()
+    promql_parser.parse(waiting)
+    promql_parser.parse(from_adapter["servekit_num_requests_waiting"])
+    for query in (wait, from_adapter["servekit_predicted_wait_seconds"]):
+        average = promql_parser.parse(query)
+        assert isinstance(average, promql_parser.AggregateExpr) and str(average.op) == "avg"
+        shortest: Any = average.expr
+        while isinstance(shortest, promql_parser.ParenExpr):
+            shortest = shortest.expr
+        assert str(shortest.op) == "min" and "pod" in shortest.modifier.labels
+        assert is_of_replicas_with_workers(shortest.expr, ["pod", "model_name", "replica"])
 
 
 def test_the_dashboard_and_the_alerts_are_those_of_the_folders() -> None:

@@ -21,7 +21,8 @@ def main() -> int:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlacementJob)
     match os.environ.get("FAKE_PLACER"):
         case "refuse":
-            sys.stdout.buffer.write(b"noise\n" + msgspec.json.encode(PlacementFailed("there is no cluster")) + b"\n")
+            noise = b"noise\n" + 200_000 * b"x" + b"\n"  # asyncio reads lines of up to 64 KiB
+            sys.stdout.buffer.write(noise + msgspec.json.encode(PlacementFailed("there is no cluster")) + b"\n")
             return 2
         case "crash":
             return 3

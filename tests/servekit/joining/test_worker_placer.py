@@ -65,6 +65,17 @@ async def test_a_placement_that_fails_before_a_worker_has_joined_fails_the_start
             await pool.next_worker()
 
 
+async def test_a_placing_process_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    async with placing() as pool, asyncio.timeout(ENOUGH_S):
+        with pytest.raises(ConfigError, match=r"places workers did not start .* temporarily unavailable"):
+            await pool.next_worker()
+        assert pool._placer is not None and not pool._placer._running.done()
+
+
 async def test_a_placing_process_that_ends_later_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placing() as pool, asyncio.timeout(ENOUGH_S):
         first = await pool.next_worker()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -117,6 +119,57 @@ def test_a_worker_that_cannot_serve_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert reported.get(timeout=ENOUGH_S) == ("a worker on 10.0.0.7 cannot serve: exit code 2: there is no model")
     placing.set_num_workers(0)
     wait_until(lambda: cluster.num_reserved == 0)
+
+
+class StandInGroup:
+    """A placement group that Ray has reserved, or that raises."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    def wait(self, _: float) -> bool:
+        if self._fails:
+            raise RuntimeError("the head node is gone")
+        return True
+
+
+@pytest.mark.parametrize("where", ["placement_group", "wait", "placement_group_table", None])
+def test_what_was_reserved_is_released_if_ray_raises(where: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[StandInGroup] = []
+
+    def make_group(*_: Any, **__: Any) -> StandInGroup:
+        if where == "placement_group":
+            raise RuntimeError("the head node is gone")
+        return StandInGroup(fails=where == "wait")
+
+    def table(_: StandInGroup) -> dict[str, Any]:
+        return {"bundles_to_node_id": {} if where == "placement_group_table" else {0: "other"}}
+
+    module = SimpleNamespace(
+        placement_group=make_group, placement_group_table=table, remove_placement_group=removed.append
+    )
+    for name in ("ray", "ray.util", "ray.util.placement_group"):
+        monkeypatch.setitem(sys.modules, name, cast(Any, module))
+    nodes = [
+        {"NodeID": name, "Alive": True, "NodeManagerAddress": name, "Resources": {"CPU": amount}}
+        for name, amount in (("large", 2.0), ("other", 1.0))
+    ]
+    cluster = Cluster.__new__(Cluster)
+    cluster._ray = SimpleNamespace(nodes=lambda: nodes)
+    cluster.bundle = {"CPU": 2.0}
+    cluster._lock = threading.Lock()
+    cluster._num_workers = Counter()
+    if where is None:
+        reservation = cluster.reserve(threading.Event())
+        assert reservation is not None and reservation.node == "other, Ray node other"
+        assert cluster._num_workers == {"large": 0, "other": 1} and removed == []
+        cluster.release(reservation)
+        assert removed == [reservation.group]
+    else:
+        with pytest.raises((RuntimeError, StopIteration)):
+            cluster.reserve(threading.Event())
+        assert len(removed) == (where != "placement_group")
+    assert cluster._num_workers.total() == 0
 
 
 def test_resources_are_described_in_words() -> None:

@@ -30,6 +30,11 @@ app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | qu
 {{- if and .Values.workers.enabled (eq .Values.workers.kind "LeaderWorkerSet") }}true{{ end -}}
 {{- end }}
 
+{{- /* The model as a worker's pod finds it: a repository of Hugging Face has its revision behind its name. */ -}}
+{{- define "servekit.workerModel" -}}
+{{ .Values.model }}{{ with .Values.settings.revision }}{{ if not (contains "@" $.Values.model) }}@{{ . }}{{ end }}{{ end }}
+{{- end }}
+
 {{- /* Values that contradict each other. What a single value may be is in values.schema.json. */ -}}
 {{- define "servekit.check" -}}
 {{- $scales := ne .Values.autoscaling.kind "" -}}
@@ -42,14 +47,25 @@ app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | qu
 {{- if and .Values.workers.enabled (gt (int .Values.gpu.count) 0) }}
 {{- fail "gpu.count and workers.enabled: the server starts no workers itself then, so GPUs would idle in its pod; set workers.gpu.count in place of gpu.count" }}
 {{- end }}
-{{- if and .Values.cache.persistent (eq .Values.cache.accessMode "ReadWriteOnce") (not .Values.workers.enabled) (or $scales (gt (int .Values.replicas) 1)) }}
+{{- if and .Values.cache.persistent (include "servekit.usesGroups" .) }}
+{{- fail "cache.persistent and workers.kind: LeaderWorkerSet: groups have no claims of their own; set cache.persistent: false, or workers.kind: StatefulSet" }}
+{{- end }}
+{{- if and .Values.cache.persistent (ne .Values.cache.accessMode "ReadWriteMany") (not .Values.workers.enabled) }}
+{{- if or $scales (gt (int .Values.replicas) 1) }}
 {{- fail "cache.persistent with several servers: they may be on different nodes; set cache.accessMode: ReadWriteMany, or cache.persistent: false" }}
+{{- end }}
+{{- if gt (int .Values.maxSurge) 0 }}
+{{- fail (printf "cache.persistent, cache.accessMode: %s and maxSurge: %d: at an update, a new pod on another node would wait for the volume of the old one, which would wait for the new one; set maxSurge: 0, which interrupts the service, or cache.accessMode: ReadWriteMany" .Values.cache.accessMode (int .Values.maxSurge)) }}
+{{- end }}
 {{- end }}
 {{- if and .Values.apiKeys.enabled (not .Values.apiKeys.existingSecret) (not .Values.apiKeys.toml) }}
 {{- fail "apiKeys.enabled: there are no keys; set apiKeys.existingSecret or apiKeys.toml, or apiKeys.enabled: false for a server that accepts every request" }}
 {{- end }}
 {{- if and .Values.inferencePool.enabled .Values.modelFile }}
 {{- fail "inferencePool.enabled and modelFile: the pool's pods must all serve one model" }}
+{{- end }}
+{{- if and .Values.inferencePool.enabled .Values.apiKeys.enabled }}
+{{- fail "inferencePool.enabled and apiKeys.enabled: the endpoint picker sends no key to /metrics, so it would see no queue; let the gateway check keys, and set apiKeys.enabled: false" }}
 {{- end }}
 {{- end }}
 
@@ -292,6 +308,8 @@ spec:
         - --tls-ca
         - /etc/servekit-workers/ca.crt
         {{- end }}
+        - --model  # not the server's path, which for a model from Hugging Face is in the cache of its pod
+        - {{ include "servekit.workerModel" . | quote }}
         - --device
         - {{ if gt (int .Values.workers.gpu.count) 0 }}cuda:0{{ else }}cpu{{ end }}
         - --cache-dir
