@@ -73,7 +73,8 @@ class ModelExecutor:
         self._worker: WorkerConnection | WorkerGroup | None = None
         self._is_ready = False
         self._timeout = StepTimeout(config.step_timeout)
-        self._in_flight: dict[tuple[int, int], int] = {}  # number of tokens by (epoch, step_id), oldest first
+        # Number of tokens by (epoch, step_id), oldest first; 0 if it does not say how long the step takes.
+        self._in_flight: dict[tuple[int, int], int] = {}
         self._num_losses = 0  # in a row, without a step or STABLE_AFTER_S of readiness between them
         self._ready_s = 0.0
 
@@ -181,7 +182,8 @@ class ModelExecutor:
     def send(self, plan: StepPlan) -> None:
         """Send a step to the worker. Does not wait."""
         assert self._worker is not None
-        self._in_flight[plan.epoch, plan.step_id] = plan.num_tokens
+        # A step that loads blocks takes as long as the disk needs for them.
+        self._in_flight[plan.epoch, plan.step_id] = 0 if plan.loads else plan.num_tokens
         self._worker.send(plan.pack_grammars())
 
     async def receive(self) -> StepResult | StepFailed:
@@ -191,7 +193,7 @@ class ModelExecutor:
         """
         assert self._worker is not None and self.ready is not None
         oldest = next(iter(self._in_flight.values()), 1)
-        message = await self._worker.receive(self._timeout.limit_s(oldest))
+        message = await self._worker.receive(self._timeout.limit_s(oldest) if oldest else self._timeout.max_s)
         if not isinstance(message, StepResult | StepFailed):
             raise self.mark_lost(f"answered {type(message).__name__} to a step plan")
         num_tokens = self._in_flight.pop((message.epoch, message.step_id), None)
@@ -206,8 +208,9 @@ class ModelExecutor:
         for draft_time_s in (message.draft_time_s, message.draft_prompt_time_s):
             if not 0.0 <= draft_time_s <= MAX_STEP_TIME_S:
                 raise self.mark_lost(f"reported {draft_time_s:g} s for the drafts of a step")
-        if num_tokens is not None:
+        if num_tokens:
             self._timeout.observe(num_tokens, message.step_time_s)
+        if num_tokens is not None:
             self._num_losses = 0
         return message
 
@@ -297,6 +300,8 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
             f"the simulated model {config.model!r} cannot be divided: leave out --tensor-parallel-size and "
             "--pipeline-parallel-size"
         )
+    if config.kv_offload_dir == "":
+        raise ConfigError("--kv-offload-dir is empty; name a folder, or leave it out to keep blocks in memory only")
     if config.kv_offload_dir is not None and config.kv_offload_memory_bytes is None:
         raise ConfigError(
             f"kv_offload_dir = {config.kv_offload_dir!r} needs --kv-offload-memory-bytes: blocks come from the disk "

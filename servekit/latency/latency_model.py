@@ -77,6 +77,7 @@ class LatencyModel:
     DRIFT_FADES = 0.97  # what is left of the drift one step further ahead: half after 23 steps
     MIN_SCALE = 0.02  # errors of 2 % are noise on every machine
     HUBER_RATIO = 3.0  # an error above so many mean errors loses weight
+    MIN_S = 1e-7  # what a step takes at least: logarithms are taken
     MAX_RATIO = 5.0  # a step that took longer than this, compared with what was expected, counts as that
     RIDGE = 1e-4  # decides between terms that could not be told apart so far: for the time of each step
     STEPS_PER_SOLUTION = 16  # to solve takes some 60 µs
@@ -101,7 +102,7 @@ class LatencyModel:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step that took `seconds`. Takes about 6 µs, and each sixteenth time ten times as long."""
-        seconds = max(seconds, 1e-7)
+        seconds = max(seconds, self.MIN_S)
         amounts = work.amounts()
         # The first errors are those of a model that knows nothing.
         share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
@@ -123,6 +124,7 @@ class LatencyModel:
 
     def follow(self, work: StepWork, seconds: float) -> None:
         """Learn how fast the worker is now, from a step that took `seconds`, and nothing about kinds of work."""
+        seconds = max(seconds, self.MIN_S)
         expected_s = self.seconds_of(work) or seconds
         # One step that was held up must not show. Many in sequence make errors large, and then their limit.
         limit = self.HUBER_RATIO * max(self.relative_error, self.MIN_SCALE)

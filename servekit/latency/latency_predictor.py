@@ -46,6 +46,7 @@ class _InFlight(Struct, frozen=True, gc=False):
     step_id: int
     planned_s: float
     work: StepWork
+    has_loads: bool  # of KV blocks: how long these take says nothing of other steps
 
 
 class LatencyPredictor(ReplayWatcher):
@@ -79,7 +80,7 @@ class LatencyPredictor(ReplayWatcher):
         if self._in_flight and self._in_flight[-1].epoch != plan.epoch:
             self._in_flight.clear()
         work = StepWork.of(plan, self._idle_s(now_s))
-        self._in_flight.append(_InFlight(plan.epoch, plan.step_id, now_s, work))
+        self._in_flight.append(_InFlight(plan.epoch, plan.step_id, now_s, work, bool(plan.loads)))
 
     def committed(self, manager: WorkloadManager, tokens: list[SequenceToken], now_s: float) -> None:
         """Learn from a result: from the time of its step, and from the answers that it ended."""
@@ -89,10 +90,9 @@ class LatencyPredictor(ReplayWatcher):
             if len(in_flight) == manager.num_in_flight:
                 # From when the worker could begin with it: when it was sent, or when the step before it was done.
                 seconds = now_s - max(step.planned_s, self._last_done_s)
-                if self.learns:
-                    self.model.observe(step.work, seconds)
-                else:
-                    self.model.follow(step.work, seconds)
+                if not step.has_loads:
+                    learn = self.model.observe if self.learns else self.model.follow
+                    learn(step.work, seconds)
             else:  # Several results came late, or the worker was lost. Such times do not show how long one step takes.
                 while len(in_flight) > manager.num_in_flight:
                     in_flight.popleft()

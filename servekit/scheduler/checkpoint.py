@@ -113,6 +113,7 @@ class StepState(Struct, frozen=True, array_like=True):
     result: ResultState | None
     num_drafts: dict[int, int] = {}  # by index into `sampled`
     loads: list[tuple[bytes, int]] = []  # (key, block)
+    copies: list[tuple[int, int]] = []  # (from, to)
 
 
 class PoolState(Struct, frozen=True, array_like=True):
@@ -318,6 +319,7 @@ def _save_step(step: Step) -> StepState:
         result=None if step.result is None else summarize_result(step.result, step.sampled),
         num_drafts=step.num_drafts.copy(),
         loads=list(step.loads),
+        copies=step.copies.copy(),
     )
 
 
@@ -556,6 +558,7 @@ def _restore_step(state: StepState, sequences: dict[int, Sequence]) -> Step:
     step.num_prefill_tokens = state.num_prefill_tokens
     step.num_drafts = state.num_drafts.copy()
     step.loads = tuple(state.loads)
+    step.copies = state.copies.copy()
     step.sampled = [
         (_find(sequences, sequence_id, incarnation), incarnation) for sequence_id, incarnation in state.sampled
     ]

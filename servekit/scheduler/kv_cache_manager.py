@@ -314,20 +314,34 @@ class KVCacheManager:
         self.pool.settle(step_id)
 
     def settle_transfers(
-        self, step_id: int, failed: Collection[tuple[bytes, int]], dropped: Iterable[bytes], running: list[Sequence]
+        self,
+        step_id: int,
+        failed: Collection[tuple[bytes, int]],
+        dropped: Iterable[bytes],
+        copies: Iterable[tuple[int, int]],
+        running: list[Sequence],
     ) -> list[Sequence]:
         """Forget the keys of loads that failed in a step, and of blocks that the worker dropped.
 
-        Returns the running sequences that hold a block whose load failed. What is computed for them is wrong.
+        `copies` are those of the steps in flight. Returns the running sequences for which something wrong may be
+        computed. They hold a block whose load failed, or a copy of it; or they found a block that was published since
+        the step was planned. That one may have been computed from a block whose load failed, by a sequence that has
+        it no more: it was forgotten in an earlier step, so others have it in another block.
         """
         self.connector.forget(dropped)
-        self.prefixes.settle(step_id, bool(failed))
+        published = self.prefixes.settle(step_id, bool(failed))
         if not failed:
             return []
         self.connector.forget(key for key, _ in failed)
         self.connector.num_failed_loads += len(failed)
-        blocks = {block for _, block in failed}
-        return [sequence for sequence in running if not blocks.isdisjoint(sequence.kv.table)]
+        wrong = {block for _, block in failed}
+        wrong.update([target for source, target in copies if source in wrong])
+        return [
+            sequence
+            for sequence in running
+            if not wrong.isdisjoint(sequence.kv.table)
+            or not published.isdisjoint(sequence.kv.table[: sequence.kv.num_found])
+        ]
 
     def shared_blocks(self, running: list[Sequence]) -> set[int]:
         """The blocks that are in several tables. All holders of such a block but one have it as a found block."""

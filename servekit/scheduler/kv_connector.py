@@ -11,9 +11,10 @@ worker owns what is kept, and drops the least recently used. The manager only ha
   share them, and nothing waits for the result.
 - A load may fail: the file is damaged, or the worker has dropped the block meanwhile. The result of the step says so.
   What was computed from such a block is wrong, but no token of it has been committed, because results are applied in
-  order. The manager forgets the keys, and computes the sequences again that hold such a block (`WorkloadManager`). It
-  also forgets all blocks that were published since the step was planned (`PrefixCache`), because others may depend on
-  them. This forgets more than necessary; a failed load is rare, and costs only time.
+  order. The manager forgets the keys, and computes the sequences again that hold such a block or a copy of it
+  (`WorkloadManager`). It also forgets all blocks that were published since the step was planned (`PrefixCache`),
+  because these may depend on it, and computes the sequences again that found one of them. This forgets more than
+  necessary; a failed load is rare, and costs only time.
 
 Block offloading by hash: vLLM's KV connectors, and LMCache. There a sequence waits until its loads are done; here the
 order of steps takes the place of that state.

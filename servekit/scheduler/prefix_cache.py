@@ -104,8 +104,12 @@ class PrefixCache:
         if self._connector.is_on and (not self._unsettled or self._unsettled[-1][0] != step_id):
             self._unsettled.append((step_id, []))
 
-    def settle(self, step_id: int, has_failed_loads: bool) -> None:
-        """Note the end of the oldest step in flight. If a load failed, forget what was published since its plan."""
+    def settle(self, step_id: int, has_failed_loads: bool) -> set[int]:
+        """Note the end of the oldest step in flight.
+
+        If a load failed, forget the blocks that were published since that step was planned, and return them.
+        """
+        blocks: set[int] = set()
         if has_failed_loads:
             blocks = {block for _, published in self._unsettled for block in published if block in self._hash_of}
             for block in blocks:
@@ -113,6 +117,7 @@ class PrefixCache:
             self.pool.discard(sorted(blocks))
         while self._unsettled and self._unsettled[0][0] <= step_id:
             self._unsettled.popleft()
+        return blocks
 
     def _evict(self, block: int) -> None:
         """Forget a block that is about to be reused."""

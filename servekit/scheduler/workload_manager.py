@@ -743,7 +743,10 @@ class WorkloadManager:
         assert step.result is not None
         report = step.result.transfers or TransferReport()
         failed = [step.loads[index] for index in report.failed_loads]
-        for sequence in self.kv_cache.settle_transfers(step.step_id, failed, report.dropped_keys, self._running):
+        copies = [copy for each in self._in_flight for copy in each.copies]
+        for sequence in self.kv_cache.settle_transfers(
+            step.step_id, failed, report.dropped_keys, copies, self._running
+        ):
             sequence.history.set_back(sequence.num_computed, TimeCause.PREEMPTED, "failed_load")
             self._stop_running(sequence)
             # They share blocks, and one of them may be in a later step than another: the fence is for all of them.

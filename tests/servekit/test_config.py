@@ -237,12 +237,15 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
         ({"listen_workers": "unix:/w", "device": "cuda:0"}, False),
         ({"listen_workers": "unix:/w", "data_parallel_size": "1"}, True),
         ({"listen_workers": "unix:/w", "devices": "cuda:0"}, True),
+        ({"placement": "ray"}, False),
     ],
 )
 def test_a_server_that_workers_join_starts_workers_only_if_a_setting_asks_for_some(
     given: dict[str, str], starts_workers: bool
 ) -> None:
-    assert load_config(given, {}).starts_workers == starts_workers
+    config = load_config(given, {})
+    assert config.starts_workers == starts_workers
+    assert config.lets_workers_join == ("listen_workers" in given or "placement" in given)
 
 
 def test_budget_smaller_than_one_body_gives_a_warning() -> None:

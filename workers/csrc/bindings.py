@@ -181,6 +181,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "add_lora": (None, [_pointer] * 4),
     # layers, pages; num_layers; metadata, adapters, cosines, sines, x, workspace, gemm_workspace
     "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 7),
+    "use_all_threads": (None, []),
 }
 
 

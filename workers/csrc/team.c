@@ -7,8 +7,10 @@
    window, the team gets smaller by one thread, and the kernel runs the others on cores of their own. After a pause, one
    more thread is tried for a window. While that does not pay, pauses get longer.
 
-   omp_set_num_threads also sets the threads of torch's operations that are called from this thread. Results do not depend
-   on the number of threads. */
+   omp_set_num_threads also sets the threads of torch's operations that are called from this thread. Only regions show
+   whether threads are late. So a step without regions, such as a prompt's, computes with all threads: otherwise a team
+   that is small would stay so as long as there are only such steps. The results of our own kernels do not depend on the
+   number of threads. */
 
 #include "team.h"
 
@@ -25,6 +27,7 @@ typedef struct {
     int size, full;                 /* threads now, and at most; 0: nothing has been computed yet */
     int64_t elapsed_ns, waited_ns;  /* in the regions of this window */
     int64_t retry_ns, pause_ns;     /* when to try one more thread, and the next pause */
+    int is_lifted;                  /* whether all threads compute until the next region */
     int is_trying;                  /* whether the newest thread has not been there for a whole window */
 } team_state;
 
@@ -47,6 +50,8 @@ static void resize(int size) {
 
 int64_t begin_region(void) {
     const int64_t now = now_ns();
+    if (team.is_lifted && omp_get_max_threads() == team.full) omp_set_num_threads(team.size);
+    team.is_lifted = 0;
     const int size = omp_get_max_threads();
     if (size != team.size) team = (team_state){.size = size, .full = size, .pause_ns = MIN_PAUSE_NS}; /* by others */
     if (team.size < team.full && now >= team.retry_ns) {
@@ -55,6 +60,12 @@ int64_t begin_region(void) {
         team.retry_ns = INT64_MAX; /* the window decides */
     }
     return now;
+}
+
+void use_all_threads(void) {
+    if (team.size == team.full || omp_get_max_threads() != team.size) return;
+    omp_set_num_threads(team.full);
+    team.is_lifted = 1;
 }
 
 void end_work(void) {

@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import queue
+import stat
 import struct
 import threading
 import zlib
@@ -118,9 +119,11 @@ class DiskTier:
 
     def _claim(self, folder: Path) -> Path:
         """Return the first folder that no other worker uses, and lock it for the life of this process."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(folder)
         for number in range(MAX_WORKERS):
             candidate = folder / str(number)
-            candidate.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(candidate)
             lock = os.open(candidate / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,6 +220,14 @@ class DiskTier:
                 self._dropped.append(key)
             with contextlib.suppress(OSError):
                 self._path(key).unlink()
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder for this user only. Raises OSError if there is one that others can use, or that is another's."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise OSError(f"{folder} is not a folder of this user alone (mode 0700)")
 
 
 def _private(path: str, flags: int) -> int:

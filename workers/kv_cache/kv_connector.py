@@ -21,6 +21,8 @@ from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.pages import KVCache
 
 MAX_KEYS = 2**16  # that a new worker announces: more would hold up the server
+MAX_DROPPED = 2**14  # keys in one report: a message has a bound
+BATCH_BLOCKS = 64  # that are copied or read at once: what is copied takes memory beside the buffer
 
 
 class KVConnector(Protocol):
@@ -53,6 +55,7 @@ class OffloadingConnector:
         self._disk = disk
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
         self._free_rows = list(range(num_blocks))
+        self._dropped: list[bytes] = []  # keys that are not reported yet
         self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
         self._parts = _split(self._buffer, self._pages)
 
@@ -60,15 +63,16 @@ class OffloadingConnector:
         """Store and load what the plan says. Blocks that are loaded from the disk are in memory from then on."""
         for key, _ in plan.loads:  # so that the stores do not drop them
             self._touch(key)
-        dropped: list[bytes] = []
+        dropped = self._dropped
         num_stored = self._store([each for each in plan.stores if not self._touch(each[1])], dropped)
         num_from_disk, failed = self._load(plan.loads, dropped) if plan.loads else (0, [])
         disk = self._disk
         if disk is not None:
             dropped += disk.take_dropped()
+        reported, self._dropped = dropped[:MAX_DROPPED], dropped[MAX_DROPPED:]
         return TransferReport(
             failed_loads=tuple(failed),
-            dropped_keys=tuple(key for key in dropped if key not in self._rows and (disk is None or key not in disk)),
+            dropped_keys=tuple(key for key in reported if key not in self._rows and (disk is None or key not in disk)),
             num_stored=num_stored,
             num_loaded_from_memory=len(plan.loads) - len(failed) - num_from_disk,
             num_loaded_from_disk=num_from_disk,
@@ -96,14 +100,17 @@ class OffloadingConnector:
         stores = stores[-self._num_blocks :]
         if not stores:
             return 0
-        rows = self._claim_rows([key for _, key in stores], dropped)
-        index, blocks = torch.tensor(rows), torch.tensor([block for block, _ in stores], device=self._device)
-        for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
-            part.index_copy_(0, index, pages.index_select(0, blocks).cpu())
-        if self._disk is not None:
-            for (_, key), row in zip(stores, rows, strict=True):
-                if key not in self._disk:
-                    self._disk.write(key, self._buffer[row].numpy().tobytes())
+        for first in range(0, len(stores), BATCH_BLOCKS):
+            batch = stores[first : first + BATCH_BLOCKS]
+            rows = self._claim_rows(len(batch), dropped)
+            index, blocks = torch.tensor(rows), torch.tensor([block for block, _ in batch], device=self._device)
+            for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
+                part.index_copy_(0, index, pages.index_select(0, blocks).cpu())
+            self._keep([key for _, key in batch], rows)
+            if self._disk is not None:
+                for (_, key), row in zip(batch, rows, strict=True):
+                    if key not in self._disk:
+                        self._disk.write(key, self._buffer[row].numpy().tobytes())
         return len(stores)
 
     def _load(self, loads: tuple[tuple[bytes, int], ...], dropped: list[bytes]) -> tuple[int, list[int]]:
@@ -114,27 +121,36 @@ class OffloadingConnector:
         if self._disk is None:
             return 0, elsewhere
         failed: list[int] = []
-        for first in range(0, len(elsewhere), self._num_blocks):  # not more at once than the memory has room for
-            batch = elsewhere[first : first + self._num_blocks]
+        batch_blocks = min(BATCH_BLOCKS, self._num_blocks)  # not more at once than the memory has room for
+        for first in range(0, len(elsewhere), batch_blocks):
+            batch = elsewhere[first : first + batch_blocks]
             found = self._disk.read([loads[index][0] for index in batch])
             keys = [loads[index][0] for index in batch if loads[index][0] in found]
-            rows = self._claim_rows(keys, dropped)
+            rows = self._claim_rows(len(keys), dropped)
             for key, row in zip(keys, rows, strict=True):
                 self._buffer[row] = torch.frombuffer(found[key], dtype=torch.uint8)
+            self._keep(keys, rows)
             blocks = [loads[index][1] for index in batch if loads[index][0] in found]
             self._fill_pages(list(zip(rows, blocks, strict=True)))
             failed += [index for index in batch if loads[index][0] not in found]
         return len(elsewhere) - len(failed), failed
 
-    def _claim_rows(self, keys: list[bytes], dropped: list[bytes]) -> list[int]:
-        """Give each key a row, which its caller fills, in the place of the keys that were used least recently."""
-        while len(self._free_rows) < len(keys):
+    def _claim_rows(self, num_rows: int, dropped: list[bytes]) -> list[int]:
+        """Return free rows, if necessary in the place of the keys that were used least recently.
+
+        They stay free until `_keep`, so that a key never has a row which was not filled: to copy a device's pages may
+        fail for want of memory, and the worker lives on then.
+        """
+        while len(self._free_rows) < num_rows:
             key, row = self._rows.popitem(last=False)
             self._free_rows.append(row)
             dropped.append(key)
-        rows = [self._free_rows.pop() for _ in keys]
+        return self._free_rows[len(self._free_rows) - num_rows :]
+
+    def _keep(self, keys: list[bytes], rows: list[int]) -> None:
+        """Give keys the rows that were claimed last, and have been filled since."""
+        del self._free_rows[len(self._free_rows) - len(rows) :]
         self._rows.update(zip(keys, rows, strict=True))
-        return rows
 
     def _fill_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy rows of the buffer to blocks; `copies` are (row, block)."""

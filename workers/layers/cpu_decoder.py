@@ -78,6 +78,7 @@ class CpuDecoder:
         in_order = [weight for layer in weights for weight in layer]
         self._max_tokens = min(weight.max_rows for weight in in_order)
         self._decode_layers = in_order[0].library.decode_layers
+        self.use_all_threads = in_order[0].library.use_all_threads  # before a step that it does not decode
         for weight, next_weight in pairwise(in_order):
             weight.prefetch_next(next_weight)
         self._layers, self._weights = layers, weights  # keep the tensors alive, because C has only addresses

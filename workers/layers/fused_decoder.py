@@ -162,6 +162,8 @@ class FusedDecoder(nn.Module):
         if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged, adapters):
             self._cpu_decoder.decode(x, rotation, paged, tap, adapters)
             return self._output(x)
+        if self._cpu_decoder is not None:
+            self._cpu_decoder.use_all_threads()
         is_last_stage = self._stage is None or self._stage.is_last
         *layers, last = self._layers
         for index, layer in enumerate(layers):

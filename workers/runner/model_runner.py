@@ -628,7 +628,10 @@ def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
             *(settings.load_format, loaded.device.type, runner.attention.name, settings.kv_cache_dtype),
             *(settings.block_size, loaded.info.max_model_len, [tuple(each.shape[1:]) for each in runner.cache.keys]),
         )
-        folder = Path(settings.kv_offload_dir).expanduser()
+        try:
+            folder = Path(settings.kv_offload_dir).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"--kv-offload-dir {settings.kv_offload_dir} cannot be used: {error}") from None
         disk = DiskTier(folder, "\0".join(map(str, parts)), settings.kv_offload_disk_bytes, bytes_per_block)
     with allocation_refused_as(f"{memory:,} bytes for offloaded KV blocks", on_cpu, "lower --kv-offload-memory-bytes"):
         return OffloadingConnector(runner.cache, num_blocks, disk)

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.latency.latency_predictor import LatencyPredictor
 from servekit.latency.waiting_time import WaitingTime
@@ -222,6 +223,30 @@ def test_results_that_are_applied_together_teach_no_step_time(service: Service) 
     assert manager.num_in_flight == 0 and service.predictor.model.num_steps == num_steps
     service.run()
     assert service.predictor.model.num_steps > num_steps
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_step_that_loads_blocks_teaches_no_step_time(service: Service, learns: bool) -> None:
+    model = service.predictor.model
+    before = model.num_steps, model.drift
+    service.predictor.learns = learns
+    service.add(max_tokens=1)
+    plan = service.manager.plan(service.now_s)
+    assert plan is not None
+    service.predictor.planned(service.manager, replace(plan, loads=((bytes(16), 0),)), service.now_s)
+    tokens = service.manager.commit(StepResult(plan.epoch, plan.step_id, (7,), 0.0), service.now_s + 5.0)
+    service.predictor.committed(service.manager, tokens, service.now_s + 5.0)
+    assert tokens and (model.num_steps, model.drift) == before
+
+
+def test_a_step_that_takes_no_time_breaks_nothing(service: Service) -> None:
+    service.predictor.learns = False
+    service.add(max_tokens=1)
+    service.plan()
+    _, plan = service._in_flight.popleft()
+    tokens = service.manager.commit(StepResult(plan.epoch, plan.step_id, (7,), 0.0), service.now_s)
+    service.predictor.committed(service.manager, tokens, service.now_s)
+    assert tokens
 
 
 def test_the_waiting_time_of_a_line_that_is_too_long_to_be_played_is_that_of_the_formula(service: Service) -> None:

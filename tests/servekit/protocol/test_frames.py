@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.protocol.frames import FrameCodec
+from servekit.protocol.frames import FrameCodec, add_header
 from servekit.protocol.sealed_frames import SealedFrameCodec
 
 
@@ -28,6 +28,8 @@ def test_payloads_are_complete_for_any_pieces_of_the_stream(payloads: list[bytes
     sender, receiver = sealed() if is_sealed else plain()
     stream = b"".join(framed(sender, payload) for payload in payloads)
     received = []
+    if not is_sealed:
+        assert stream == b"".join(map(add_header, payloads))
     for start in range(0, len(stream), piece):
         received += receiver.decode(stream[start : start + piece])
     assert received == payloads

@@ -173,6 +173,8 @@ def test_tokens_of_a_chat_have_their_bytes() -> None:
     (piece,) = reader.read(chunk({"delta": {}, "logprobs": {"content": [token]}}))
     assert (piece.text, piece.events) == ("", ()), "a part of a character has no text yet"
     assert piece.tokens == (NamedToken(b"\xc3", -0.5, [(b"\xc3", -0.5)]),)
+    (piece,) = reader.read(chunk({"delta": {}, "logprobs": {"content": [{"token": "\u00fc", "logprob": -1.0}]}}))
+    assert piece.tokens == (NamedToken(b"\xc3\xbc", -1.0, []),), "without bytes, they are those of its text"
     token["bytes"] = [300]
     with pytest.raises(RemoteFailed, match="bytes"):
         reader.read(chunk({"delta": {}, "logprobs": {"content": [token]}}))

@@ -18,6 +18,7 @@ from tests.support.scheduler import add_prompt, make_manager, make_prompt, make_
 
 FIRST, SECOND = make_prompt(1, 17), make_prompt(2, 17)  # four full blocks each
 GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
+PLAN = StepPlan(0, 0, (), ())
 
 
 class Service:
@@ -144,6 +145,16 @@ def test_blocks_that_were_computed_from_a_failed_load_are_not_found() -> None:
     assert service.serve(longer).num_cached_tokens == 28
 
 
+def test_the_simulated_connector_finds_a_key_with_two_contents() -> None:
+    service = Service()
+    service.serve(FIRST)
+    service.serve(SECOND)
+    key = next(iter(service.connector.pages))
+    plan = replace(PLAN, stores=((0, key),))
+    with pytest.raises(Violation, match="with other contents"):
+        service.connector.execute(plan, [[1, 2, 3, 4]])
+
+
 def test_without_a_connector_nothing_is_stored_or_announced() -> None:
     manager = make_manager(num_blocks=6)
     worker = make_worker(manager)
@@ -246,3 +257,26 @@ def test_a_checkpoint_has_keys_loads_in_flight_and_results_with_other_hashes() -
     restored: WorkloadManager = restore_manager(service.manager.config, state)
     assert save_manager(restored) == state
     restored.check()
+
+
+def test_a_fork_that_copied_a_block_whose_load_failed_is_computed_again() -> None:
+    """The block in which a prompt ends is copied. Its leader has filled it since, and was preempted."""
+    service = Service(num_blocks=9, max_steps_in_flight=2, max_num_seqs=2, max_admissions_per_step=1)
+    manager = service.manager
+    sampling = SamplingParams(max_tokens=14, ignore_eos=True)
+    long = SamplingParams(max_tokens=20, ignore_eos=True)
+    other = add_prompt(manager, 1, make_prompt(1, 3), long, has_length_bound=False)
+    leader = add_prompt(manager, 2, make_prompt(2, 14), sampling, has_length_bound=False)
+    fork = add_prompt(manager, 3, make_prompt(2, 14), sampling, leader_id=2, has_length_bound=False)
+    while leader.status is not Status.WAITING or other.status is not Status.FINISHED:
+        manager.commit(service.worker.execute(service.plan()), 0.0)
+    assert leader.num_tokens >= 16 and fork.status is Status.WAITING
+    first, second = service.plan(), service.plan()
+    ((source, _),) = second.copies
+    (index,) = (index for index, (_, block) in enumerate(first.loads) if block == source)
+    service.connector.damaged.add(first.loads[index][0])
+    for plan in (first, second):
+        manager.commit(service.worker.execute(plan), 0.0)
+        manager.check()
+    run(manager, service.worker)
+    assert [each.output_token_ids for each in (leader, fork)] == [reference(leader), reference(fork)]

@@ -47,7 +47,8 @@ class Team:
     """A team of its own, and the time that passes in its regions."""
 
     def __init__(self, library: Path) -> None:
-        self._run = ctypes.CDLL(str(library)).run_region
+        code = ctypes.CDLL(str(library))
+        self._run, self.use_all_threads = code.run_region, code.use_all_threads
 
     def sizes(self, num_regions: int, late_us: int) -> list[int]:
         """Run regions; return how many threads each one had."""
@@ -94,3 +95,14 @@ def test_the_number_that_others_set_counts_at_once(team: Team) -> None:
     assert team.sizes(1, late_us=0) == [4]
     torch.set_num_threads(1)
     assert set(team.sizes(50_000, late_us=0)) == {1}
+
+
+def test_work_without_regions_has_all_threads_and_the_team_stays_small(team: Team) -> None:
+    torch.set_num_threads(3)
+    assert team.sizes(100, late_us=1000)[-1] == 1
+    team.use_all_threads()
+    assert torch.get_num_threads() == 3
+    assert team.sizes(1, late_us=1000) == [1] and torch.get_num_threads() == 1
+    team.use_all_threads()
+    torch.set_num_threads(2)  # others set another number meanwhile
+    assert team.sizes(1, late_us=0) == [2]

@@ -144,6 +144,15 @@ def test_files_are_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(only_folder(tmp_path / "new").stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_folder_that_others_can_use_is_refused(tmp_path: Path, depth: int) -> None:
+    make_tier(tmp_path)
+    folder = only_folder(tmp_path)
+    (folder, folder.parent)[depth].chmod(0o750)
+    with pytest.raises(ConfigError, match="not a folder of this user alone"):
+        make_tier(tmp_path)
+
+
 def test_blocks_are_left_out_if_the_disk_is_too_slow_or_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

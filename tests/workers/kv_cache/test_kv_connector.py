@@ -90,6 +90,24 @@ def test_memory_keeps_the_blocks_that_were_used_last_and_reports_the_others() ->
     assert sorted(report.dropped_keys) == [KEYS[0], KEYS[1], KEYS[3], KEYS[4]] and report.num_in_memory == 3
 
 
+def test_a_store_that_fails_for_want_of_memory_keeps_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+    connector = OffloadingConnector(cache, num_blocks=2)
+    before = contents(cache, 2)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_select", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            connector.transfer(plan(stores=((1, 1), (2, 2))))
+    assert connector.keys() == []
+    assert connector.transfer(plan(stores=((2, 2), (3, 3)), loads=((2, 5),))).num_in_memory == 2
+    assert are_equal(contents(cache, 5), before)
+    assert connector.transfer(plan(loads=((1, 6),))).failed_loads == (0,)
+
+
 def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
     cache = make_cache()
     disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))

@@ -33,6 +33,7 @@ from servekit.api.schemas.packed_body import (
 )
 from servekit.api.schemas.predictions import (
     EmbeddingsRequest,
+    InferAnswer,
     OllamaEmbedRequest,
     PredictionFields,
     PredictRequest,
@@ -197,6 +198,15 @@ async def test_large_inputs_of_a_prediction_are_those_of_a_small_body(kinds: Kin
     assert conversation is None
     assert [list(each) if isinstance(each, array) else each for each in found.inputs] == expected.inputs
     assert replace(found, inputs=[]) == replace(expected, inputs=[])
+
+
+@pytest.mark.parametrize("outputs", [[], [TENSOR, {**TENSOR, "name": "b", "data": list(range(50_000))}]])
+async def test_a_large_answer_of_tensors_decodes_as_a_small_one_does(outputs: list[dict[str, Any]]) -> None:
+    text = encoded({"outputs": outputs}, [InferAnswer])
+    packed = decoded_here(text, [InferAnswer], 0)
+    assert isinstance(packed, PackedBody)
+    wanted, _ = await unpack(packed)
+    assert wanted == decode_kind(text, InferAnswer) and len(wanted.outputs) == len(outputs)
 
 
 def test_of_the_token_ids_of_an_input_only_so_many_are_sent_that_the_engine_sees_there_are_too_many() -> None:
