@@ -38,6 +38,13 @@ class KVConnector(Protocol):
     def keys(self) -> list[bytes]:
         """The blocks that can be loaded, the last ones those that were used last."""
 
+    def stop_writing(self) -> None:
+        """Store nothing from now on that outlives the worker.
+
+        A LoRA adapter has failed. Rows that were computed without it have blocks under its name, and only this worker
+        knows that the adapter is not served any more.
+        """
+
 
 class OffloadingConnector:
     """Keeps blocks in a buffer of the host's memory; with a disk tier, there as well.
@@ -56,6 +63,7 @@ class OffloadingConnector:
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
         self._free_rows = list(range(num_blocks))
         self._dropped: list[bytes] = []  # keys that are not reported yet
+        self._is_writing = disk is not None
         self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
         self._parts = _split(self._buffer, self._pages)
 
@@ -87,6 +95,10 @@ class OffloadingConnector:
         on_disk = [] if self._disk is None else self._disk.keys()
         return [*(key for key in on_disk if key not in self._rows), *self._rows][-MAX_KEYS:]
 
+    def stop_writing(self) -> None:
+        """Store in memory only from now on."""
+        self._is_writing = False
+
     def _touch(self, key: bytes) -> bool:
         """Note that a key is used. False if it is not in memory."""
         if key not in self._rows:
@@ -107,7 +119,7 @@ class OffloadingConnector:
             for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
                 part.index_copy_(0, index, pages.index_select(0, blocks).cpu())
             self._keep([key for _, key in batch], rows)
-            if self._disk is not None:
+            if self._disk is not None and self._is_writing:
                 for (_, key), row in zip(batch, rows, strict=True):
                     if key not in self._disk:
                         self._disk.write(key, self._buffer[row].numpy().tobytes())

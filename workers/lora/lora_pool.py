@@ -100,6 +100,11 @@ class LoraPool:
                 self.modules[name] = ModuleShape(part.num_inputs, part.num_outputs)
         return linear
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the KV cache may hold keys and values that were computed without their adapter."""
+        return bool(self._failed)
+
     # -- which adapters are in memory ---------------------------------------------------------------------------------
 
     def load(self, adapter: LoraAdapter) -> tuple[str, int]:

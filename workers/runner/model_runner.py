@@ -308,6 +308,8 @@ class ModelRunner:
     @raises_out_of_memory
     def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch]:
         if self.connector is not None:
+            if self.loaded.lora is not None and self.loaded.lora.has_failed:
+                self.connector.stop_writing()
             self._transfers = self.connector.transfer(plan)
         if plan.copies:
             self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self.loaded.device))

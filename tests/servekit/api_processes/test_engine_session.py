@@ -356,13 +356,13 @@ async def test_places_of_adapters_are_counted_over_all_processes() -> None:
         leaving = asyncio.create_task(here.wait_for_use("a"))
         await until(lambda: registry.usage().num_waiting == 1)
         leaving.cancel()  # its client
-        await until(lambda: registry.usage() == (2, 0, {"b": 1}))
+        await until(lambda: registry.usage() == (2, 0, {"b": 1}, ()))
         with pytest.raises(ModelNotFound):
             await here.wait_for_use("c")
         assert not both.session._adapter_uses
         other.connection.close()
         await other.has_ended.wait()
-        assert registry.usage() == (2, 0, {})
+        assert registry.usage() == (2, 0, {}, ())
 
 
 async def test_a_request_has_its_adapter_in_the_engine() -> None:

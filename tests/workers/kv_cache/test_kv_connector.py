@@ -120,6 +120,9 @@ def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
     assert (report.num_loaded_from_memory, report.num_loaded_from_disk, report.num_on_disk) == (1, 1, 2)
     assert are_equal(contents(cache, 5), before[1]) and are_equal(contents(cache, 6), before[2])
     assert set(connector.keys()) == {KEYS[1], KEYS[2]}
+    connector.stop_writing()
+    assert connector.transfer(plan(stores=((3, 3),))).num_stored == 1 and KEYS[3] not in disk
+    assert KEYS[3] in connector.transfer(plan(loads=((1, 5),))).dropped_keys
     (path,) = tmp_path.glob(f"*/0/{KEYS[2].hex()}.block")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     report = connector.transfer(plan(loads=((2, 3), (1, 4))))

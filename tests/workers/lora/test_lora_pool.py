@@ -22,6 +22,8 @@ from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, WIDE_ARCHITECTURES, make_model
 from tests.workers.test_token_identity import LENGTHS, generate, make_prompts
 from workers.csrc.bindings import LORA_RUN_ROWS
+from workers.kv_cache.kv_connector import OffloadingConnector
+from workers.kv_cache.pages import KVCache
 from workers.loading.model_manager import LoadedModel
 from workers.speculation.drafter import Drafter
 from workers.speculation.ngram import NgramDrafter
@@ -290,7 +292,14 @@ def test_an_adapter_that_failed_stays_dead_for_its_prefix_is_of_the_bare_model(t
     make_adapter(tmp_path, adapters_of("llama")[2][0], 1)
     assert loaded.lora is not None
     adapter = LoraAdapter(50, str(tmp_path), loaded.lora.load(LoraAdapter(50, str(tmp_path)))[0])
-    engine, prompt = InProcessEngine(loaded), make_prompts(VOCAB_SIZE)[5]
+    connectors: list[OffloadingConnector] = []
+
+    def make_connector(cache: KVCache) -> OffloadingConnector:
+        connectors.append(OffloadingConnector(cache, 4))
+        return connectors[0]
+
+    engine, prompt = InProcessEngine(loaded, make_connector=make_connector), make_prompts(VOCAB_SIZE)[5]
+    connectors[0]._is_writing = True  # as if it had a disk
     (tmp_path / "adapter_config.json").rename(tmp_path / "away")
     first = engine.add(prompt, adapter=adapter, max_tokens=3)
     engine.run()
@@ -298,6 +307,7 @@ def test_an_adapter_that_failed_stays_dead_for_its_prefix_is_of_the_bare_model(t
     second = engine.add(prompt, adapter=adapter, max_tokens=3)
     engine.run()
     assert [first.finish_reason, second.finish_reason] == ["error", "error"]
+    assert not connectors[0]._is_writing, "blocks that were computed without it do not outlive the worker"
     again = LoraAdapter(51, adapter.path, adapter.fingerprint)
     third = engine.add(prompt, adapter=again, max_tokens=3, ignore_eos=True)
     engine.run()
