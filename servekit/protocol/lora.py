@@ -34,7 +34,8 @@ class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
 def salted(tenant: str, adapter: LoraAdapter | None) -> str:
     """The salt of prefix hashes: sequences with different adapters have different keys and values.
 
-    An adapter that failed has another number when it is loaded again, so what was computed without it is not found. Its
-    number means another one after a restart, and blocks may be on the disk, so the salt has the files' fingerprint as well.
+    An adapter that failed has another number when it is loaded again, so what was computed without it is not found. A
+    number means another adapter after a restart, and blocks may be on the disk, so the salt has the files' fingerprint,
+    too.
     """
     return tenant if adapter is None else f"{tenant}\0{adapter.number}\0{adapter.fingerprint}"
