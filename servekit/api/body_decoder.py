@@ -70,29 +70,40 @@ class BodyDecoder:
             self._lock.release("")
 
     async def decode(
-        self, body: bytes | bytearray, kinds: Sequence[type[Struct]], max_prompt_tokens: int, tenant: str
+        self,
+        body: bytes | bytearray,
+        kinds: Sequence[type[Struct]],
+        max_prompt_tokens: int,
+        tenant: str,
+        *,
+        is_answer: bool = False,
     ) -> PackedBody | Refusal:
         """Decode and check a body in the process.
+
+        The answer of another server has no pause after it: the request for it has waited for its own turn.
 
         Raises QueueFull if that takes too long, and WorkerNotReady if the process fails or the server shuts down.
         """
         job = DecodeBody([kind.__name__ for kind in kinds], max_prompt_tokens, memoryview(b""))
         try:
             async with pause_tolerant_timeout(DECODE_TIMEOUT_S):
-                await self._turns.acquire(tenant)
+                if not is_answer:
+                    await self._turns.acquire(tenant)
                 try:
                     await self._lock.acquire(tenant)
                 except asyncio.CancelledError:
-                    self._turns.release(tenant)
+                    if not is_answer:
+                        self._turns.release(tenant)
                     raise
                 # If the client leaves, its body is decoded all the same, which takes less than a second. Ending the
                 # process instead would make the bodies of others wait for the start of a new one.
-                self._running = asyncio.create_task(self._run_and_release(job, body, tenant))
+                self._running = asyncio.create_task(self._run_and_release(job, body, tenant, is_answer))
                 self._running.add_done_callback(lambda task: task.cancelled() or task.exception())
                 payload = await asyncio.shield(self._running)
         except TimeoutError:
+            what = "an answer of the model's server" if is_answer else "a request body"
             raise QueueFull(
-                f"a request body of {len(body)} bytes was not decoded within {DECODE_TIMEOUT_S:g} s, because others "
+                f"{what} of {len(body)} bytes was not decoded within {DECODE_TIMEOUT_S:g} s, because others "
                 "were decoded before it; try again later",
                 retry_after_s=5,
             ) from None
@@ -106,15 +117,18 @@ class BodyDecoder:
         if self._running is not None:
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _run_and_release(self, job: DecodeBody, body: bytes | bytearray, tenant: str) -> bytearray:
+    async def _run_and_release(
+        self, job: DecodeBody, body: bytes | bytearray, tenant: str, is_answer: bool
+    ) -> bytearray:
         started_s = time.monotonic()
         try:
             async with pause_tolerant_timeout(DECODE_TIMEOUT_S):
                 return await self._run(job, body)
         finally:
             self._lock.release(tenant)
-            pause_s = PAUSE_PER_SECOND_S * (time.monotonic() - started_s)
-            asyncio.get_running_loop().call_later(pause_s, self._turns.release, tenant)
+            if not is_answer:
+                pause_s = PAUSE_PER_SECOND_S * (time.monotonic() - started_s)
+                asyncio.get_running_loop().call_later(pause_s, self._turns.release, tenant)
 
     async def _run(self, job: DecodeBody, body: bytes | bytearray) -> bytearray:
         for _ in range(MAX_ATTEMPTS):

@@ -95,7 +95,7 @@ async def _decode_outputs(decoder: BodyDecoder, tenant: str, answer: bytearray) 
 
     Raises RemoteFailed if it is not valid, and what `BodyDecoder.decode` raises.
     """
-    packed = await decoder.decode(answer, [InferAnswer], 0, tenant)
+    packed = await decoder.decode(answer, [InferAnswer], 0, tenant, is_answer=True)
     if isinstance(packed, Refusal):
         why = packed.message.replace("the request body", "it", 1)
         raise RemoteFailed(f"the model's server sent an invalid answer: {why}")

@@ -64,6 +64,9 @@ async def test_a_tenant_pauses_after_a_large_body_and_another_tenant_does_not(
     second = asyncio.create_task(body_process.decode(text, COMPLETION, MAX_TOKENS, "greedy"))
     await body_process.decode(text, COMPLETION, MAX_TOKENS, "modest")
     assert not second.done()
+    await body_process.decode(text, COMPLETION, MAX_TOKENS, "greedy", is_answer=True)
+    await body_process.decode(text, COMPLETION, MAX_TOKENS, "greedy", is_answer=True)
+    assert not second.done(), "an answer of another server has no pause, and ends none"
     second.cancel()
 
 
