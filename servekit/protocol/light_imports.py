@@ -6,8 +6,8 @@ of the modules of a worker come from that (docs/performance.md, "Start"). `light
 - The compiler (`torch._dynamo`, with sympy) is imported when something of it is used. transformers only marks functions
   that it must not look into; until it is imported, these marks do nothing, because nothing is compiled.
 - What several processes share a model with (DTensor, FSDP, distributed checkpoints) is left out in a process that
-  shares its model with no other one. transformers does without where torch was built without torch.distributed, so it
-  is told that this is the case.
+  shares its model with no other one. transformers works without them if torch was built without torch.distributed, so
+  in such a process `is_torch_distributed_available` says that it was.
 - transformers looks for the names of all its models in their files. It does so twice, because the cache of what it
   found in a folder has 128 places, and there are more than 500 folders; and it divides each file into lines. Here, it
   does so once, and divides what follows the last `__all__`.

@@ -1,7 +1,7 @@
 """The tokens of a remote model, as far as its server has named them: by their texts, in logprobs.
 
 The ids of the model's tokenizer are not known. So that logprobs go through the same code as those of local models, each
-text gets a number here. It is negative, so that nobody takes it for an id.
+text gets a number here. It is negative, so that it cannot be an id of the model.
 """
 
 from __future__ import annotations
