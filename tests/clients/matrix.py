@@ -330,7 +330,8 @@ OPENAI = [
     Call(
         "openai",
         "`chat.completions.create`, `tools`, `tool_choice` `required`, `stream`",
-        lambda c: any(x.choices[0].delta.tool_calls for x in c.chat(stream=True, **REQUIRED)),
+        # A stream is read to its end: one that is left keeps its connection open.
+        lambda c: json.loads(_streamed_arguments(c.chat(stream=True, **REQUIRED)))["legs"] in (2, 4),
     ),
     Call(
         "openai",
