@@ -8,11 +8,11 @@ reserved, by their number: they can then be leased only for what they were reser
   is done, the block becomes free or cached;
 - *cached*: it is in no block table, but its contents are worth keeping; it is reused, least recently used first, when
   no block is free;
-- *free*: its contents mean nothing.
+- *free*: its contents are not used any more.
 
 Paging: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
-section 4. The fence is our own addition: with it, whether a block may be reused after an abort is a comparison of step
-ids, and does not depend on timing.
+section 4. The fence is our own addition: whether a block may be reused after an abort is then a comparison of step ids,
+and does not depend on timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BlockPool:
     """The blocks of one worker's KV cache, by number. It depends on neither sequences nor tensors.
 
     Its methods take many blocks at once: a block table may have tens of thousands, and a call for each block would take
-    longer than what is done with it.
+    longer than the work in it.
 
     `on_reuse(block)` is called when a kept block is leased again, and so loses its contents.
     """
@@ -57,7 +57,7 @@ class BlockPool:
         return len(self._free) + len(self._cached) - self.num_reserved
 
     def num_shareable(self, blocks: list[int]) -> int:
-        """How many of these kept blocks, from the first one on, `share` may be called for.
+        """How many of these kept blocks, counted from the first one, may be passed to `share`.
 
         A fenced block cannot be shared: it is neither leased nor cached yet.
         """
@@ -111,7 +111,7 @@ class BlockPool:
         self._kept.add(block)
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Mark the contents of blocks as not worth keeping. Those that only their contents kept become free."""
+        """Mark the contents of blocks as not worth keeping. Blocks that were only cached become free."""
         for block in blocks:
             self._kept.discard(block)
             if block in self._cached:

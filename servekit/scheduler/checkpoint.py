@@ -1,11 +1,11 @@
-"""Save the workload manager's state, and make a manager from it that decides the same from there on.
+"""Save the workload manager's state, and make a manager from it that makes the same decisions afterwards.
 
 A state holds what decisions depend on, as a recording does (recording.py): lengths in place of token ids, and hashes of
-blocks. So a restored manager is for replay only. It cannot serve: it does not know any token.
+blocks. So a restored manager is for replay only. It cannot serve, because it does not know any tokens.
 
-This is the only module that reads and writes the private fields of the scheduler's classes. What follows from other
-fields is not saved: heaps of waiting sequences and deadlines, counts of blocks, the number of holders of each block.
-Entries of heaps that are no longer valid are left out; they have no effect on decisions.
+This is the only module that reads and writes the private fields of the scheduler's classes. State that can be computed
+from other fields is not saved: heaps of waiting sequences and deadlines, counts of blocks, the number of holders of
+each block. Entries of heaps that are no longer valid are left out; they have no effect on decisions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SampledSequences = Iterable[tuple[Sequence, int]]
 
 
 class ResultState(Struct, frozen=True, array_like=True):
-    """What decisions depend on in a StepResult."""
+    """The part of a StepResult on which decisions depend."""
 
     epoch: int
     step_id: int
@@ -326,7 +326,7 @@ def _save_step(step: Step) -> StepState:
 def summarize_result(
     result: StepResult, sampled: SampledSequences, hash_key: Callable[[bytes], bytes] = bytes
 ) -> ResultState:
-    """What decisions depend on in the result of a step in which these sequences sample.
+    """The part of a result on which decisions depend, for a step in which these sequences sample.
 
     `hash_key` gives the hash that a recording has in place of a block's.
     """

@@ -1,7 +1,7 @@
-"""The workload manager's inputs, as values.
+"""Define the workload manager's inputs as values.
 
 Each command names sequences by id, never by reference, and carries every time it depends on. So a recording of the
-commands is all that is needed to make another manager do the same again, plan for plan.
+commands is enough to make another manager compute the same plans again.
 
 `Operation[Outcome]` says what the manager answers to a command: `outcome = manager.apply(command)` is typed by it.
 """
@@ -73,7 +73,7 @@ class Finish(Operation[bool], frozen=True, tag="finish"):
 
     sequence_id: int
     reason: FinishReason
-    # How many tokens its client got: with drafts, a span may have tokens behind a stop string. None for all.
+    # How many tokens its client got: with drafts, a span may have tokens after a stop string. None for all.
     num_output_tokens: int | None = None
 
 
@@ -87,7 +87,7 @@ class ChargeElsewhere(Operation[None], frozen=True, tag="charge_elsewhere"):
     """Count what was computed for tenants on other replicas since the last command of this kind."""
 
     num_tokens: dict[str, int]  # by tenant
-    max_lead: int  # in tokens: no tenant comes farther ahead of those that wait here
+    max_lead: int  # in tokens: no tenant gets more credit than this before those that wait here
 
 
 class AnnounceBlocks(Operation[None], frozen=True, tag="announce_blocks"):

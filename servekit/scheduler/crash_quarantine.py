@@ -1,13 +1,13 @@
 """Find the sequence that crashes workers: suspects run alone, one after the other, until they prove harmless.
 
 A worker may end for any reason, and most reasons have nothing to do with what it computed. So after a first crash all
-sequences go on. A sequence that was in flight in two crashes, with no new token between them, is a suspect. A suspect
-is computed with nothing beside it, so the next crash has one cause. If it gets past the position it had reached, and a
-little further, it returns to the waiting queue. If a third worker crashes over it, it fails, and no other one with it.
+sequences continue. A sequence that was in flight in two crashes, with no new token between them, is a suspect. A
+suspect runs alone, so the next crash can have only one cause. If it generates a few more tokens than before, it returns
+to the waiting queue. If a third worker crashes while the suspect runs, only the suspect fails.
 
 With two steps in flight, a token of the first one may be new although the second one crashes the worker again. Then it
-takes one crash more to find the sequence. To ask for more progress would make sequences fail that only run while
-workers are killed from outside, again and again.
+takes one more crash to find the sequence. A rule that demands more progress would be wrong, too: harmless sequences
+would fail if workers are killed from outside again and again.
 """
 
 from __future__ import annotations

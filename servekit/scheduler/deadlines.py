@@ -1,7 +1,7 @@
 """Track the deadlines of sequences, to their first token and to their last.
 
-Most deadlines are never reached, because sequences end before. A server whose clients grant a day must not keep a day's
-requests, so the heap drops the deadlines of sequences that have ended.
+Most deadlines are never reached, because sequences end before. If clients set deadlines of a day, a server must not
+keep all requests of a day. So the heap drops the deadlines of sequences that have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Deadlines:
     def add(self, sequence: Sequence) -> None:
         """Track both deadlines of a sequence, as far as it has them."""
         for deadline_s in self._limits(sequence):
-            # The incarnation tells a sequence that was withdrawn and came back from what it was before.
+            # The incarnation distinguishes a sequence that was withdrawn and came back from the one before.
             self._heap.push(deadline_s, sequence, sequence.incarnation)
 
     def pop_overdue(self, now_s: float) -> list[Sequence]:

@@ -7,16 +7,17 @@ many drafts and the model for so many positions. All of this is measured: a for 
 number of positions, and the drafter's by the number of sequences for which it makes one more draft.
 
 A sequence also waits for the steps that are in flight when it arrives, and for the step of its prompt. So drafts, which
-make all steps longer, pay less the shorter the answers are: 1 / (1 / t + w) tokens per step, where t are the expected
-tokens of one step, and w the steps that are waited for each token.
+make all steps longer, gain less when answers are short: 1 / (1 / t + w) tokens per step, where t is the expected number
+of tokens of one step, and w the number of steps waited for each token.
 
-So no setting says where speculation pays. Where more positions take no longer, because the step waits for memory,
-drafts are free; where each one adds its share, because the step waits for arithmetic, only the likeliest are worth it.
+So no setting is needed for where speculation pays off. If more positions take no more time, because the step is limited
+by memory, drafts are free. If each position adds time, because the step is limited by arithmetic, only the likeliest
+drafts are worth it.
 
-These times are estimates, and some costs are in none of them: what a draft model computes of prompts, for example. So
-there is an account: `debt` is the time lost by drafts and not yet made up for, in steps without drafts. A step is
+These times are estimates, and some costs are in none of them: for example the time of a draft model for prompts. So
+there is an account: `debt` is the time that drafts have lost and not yet regained, in steps without drafts. A step is
 charged if what it lost is added, and the debt is paid when it is 0. It limits trials, and it ends drafts that were
-expected to pay and do not.
+expected to pay off and do not.
 
 Expected tokens: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, section 3.1.
 Lengths that maximise the rate of a whole batch: Liu et al., "Optimizing Speculative Decoding for Serving Large Language
@@ -38,36 +39,38 @@ FIRST_ACCEPTANCE = 0.5  # until a draft was verified
 FIRST_WEIGHT = 4.0  # of that, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
 MEAN_DECAY = 31 / 32  # the same for the acceptance of all drafts, which is expected of a new sequence
-# In two steps of so many, the first sequences verify one draft more than pays: their texts may have become repetitive,
-# and more positions may take less time than they once did. If that paid, one more is tried at once, so that the number
-# grows within a few steps: what is expected of longer steps is only an upper bound (`choose`). They are two steps,
-# because in the first one a draft model makes up for what it has not computed, so that only the second one shows what a
-# draft takes. They are few sequences, because under high load each position takes time; and the same ones, so that a
-# draft model has little to make up for. The number is a prime: otherwise it could always meet the same sequences, where
-# several take turns in the steps of a pipeline. Halfway between, one step has no drafts, which shows what such a step
-# takes: otherwise, once drafts had looked worthwhile, nothing would be learned of the alternative.
+# In two of this many steps (a trial), the first sequences verify one draft more than the best number: their texts may
+# have become repetitive, or positions may have become faster. If the trial pays off, one more draft is tried at once,
+# so that the number grows within a few steps: the expected time of longer steps is only an upper bound (`choose`). A
+# trial has two steps, because in the first one a draft model computes the tokens that it has left out; only the second
+# one shows the time of a draft. It has few sequences, because under high load each position takes time, and always the
+# same ones, so that a draft model has few tokens to compute. The number is a prime: in a pipeline, sequences take turns
+# in the steps, and another number could always select the same ones. Halfway between two trials, one step has no
+# drafts, so that the time without drafts stays known.
 EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
-# While drafts do not pay and most of those of a trial are accepted, it goes on for up to so many steps. Two steps show
-# too little of texts that have become predictable: a sequence of which much was rejected would have to be tried again.
+# While drafts do not pay off and most drafts of a trial are accepted, the trial continues for up to this many steps.
+# Two steps say too little about texts that have become predictable: a sequence with many rejected drafts would have to
+# be tried again.
 MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 2, 8
-# While no drafts pay, it is considered in one step of so many whether they do: to consider it takes as long as the rest
-# of a plan for few sequences.
+# While drafts do not pay off, the best number is computed only in one of this many steps: computing it takes as long as
+# the rest of a plan for few sequences.
 CONSIDER_EVERY = 8
-# The first trials come whenever it is considered, and until the last of them nothing is charged: what runs for the
-# first time takes longer, and a server with few requests should learn from these that drafts pay.
+# The first trials come whenever the number is computed, and only the last of them is charged: code that runs for the
+# first time takes longer, and a server with few requests should learn early that drafts pay off.
 NUM_FIRST_TRIALS = 3
-# Drafts begin only if they are expected to pay by this factor. To begin and end again and again costs the most: a draft
-# model then makes up each time for what it has missed.
+# Drafts begin only if they are expected to be faster by this factor. Beginning and ending again and again costs the
+# most, because each time a draft model has to compute the tokens that it has left out.
 MIN_GAIN_TO_BEGIN = 1.2
-# The debt falls by this share with each step, and trials wait until it is paid: so, where drafts do not pay, they take
-# at most this share of the time, as long as no step reaches MAX_COST.
+# The debt falls by this share with each step, and trials wait until it is 0. So drafts that do not pay off take at most
+# this share of the time, as long as no step reaches MAX_COST.
 PAID_SHARE = 1 / 64
-# Drafts end when the debt is larger than this, and do not begin while it is larger than half of it, which is the most
-# that a trial of two steps makes.
+# Drafts end when the debt is larger than this. They do not begin while it is larger than half of this, which is the
+# most that a trial of two steps adds.
 MAX_DEBT = 16.0
-# What one step adds to the debt, at most. In a longer one something was compiled, or a draft model computed a long
-# prompt or made up for much. Charged in full, one long prompt would end drafts that make up for it within its answer.
+# One step adds at most this to the debt. In a longer step something was compiled, or a draft model computed a long
+# prompt or many missing tokens. If that were charged in full, one long prompt would end drafts that regain the lost
+# time within its answer.
 MAX_COST = 4.0
 
 
@@ -201,7 +204,7 @@ class DraftLengths:
         num_prefill_tokens: int,
         waited_per_token: float,
     ) -> list[int]:
-        """Return the best number of drafts for each level, of which there are so many sequences.
+        """Return the best number of drafts for each level of acceptance; `num_drafting` has the sequences of each.
 
         `waited_per_token` are the steps that a sequence waits for each of its tokens, because it waits at its arrival
         where others run.
@@ -243,7 +246,7 @@ class DraftLengths:
     def record(self, sequence: Sequence, num_planned: int, num_verified: int, num_accepted: int) -> None:
         """Learn from the drafts of a sequence. Call it before `observe`.
 
-        A draft that was planned and not made counts as rejected: to plan it did not pay.
+        A draft that was planned and not made counts as rejected, because planning it was useless.
         """
         for position in range(num_verified):
             self.num_drafted[position] += 1

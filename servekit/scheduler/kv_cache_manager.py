@@ -1,4 +1,4 @@
-"""Decide which KV blocks each sequence has: what it finds when it is admitted, whether there is room, what it releases.
+"""Decide which KV blocks each sequence has: which it finds cached, whether it can be admitted, what it releases.
 
 A sequence's block table begins with full blocks that it may share, found in the prefix cache or with the leader it was
 forked from, and goes on with blocks of its own. Only its own blocks are ever written to. Where a fork would share a
@@ -33,8 +33,8 @@ class PrefixMatch:
 class KVCacheManager:
     """The blocks of one worker, and which sequences have them. While serving, the only writer of `Sequence.kv`."""
 
-    # If more than one of so many entries of the future peak has changed, all are sorted anew: to write an entry takes
-    # about as long as to sort so many.
+    # If more than one in this many entries of the future peak has changed, all are sorted again: writing one entry
+    # takes about as long as sorting this many.
     REBUILD_RATIO = 8
 
     def __init__(
@@ -82,7 +82,7 @@ class KVCacheManager:
     # -- admitting ----------------------------------------------------------------------------------------------------
 
     def find_prefix_match(self, sequence: Sequence, step_id: int) -> PrefixMatch:
-        """What step `step_id` need not compute for a sequence: it is in the prefix cache or with its leader.
+        """The positions that step `step_id` need not compute: the prefix cache or the leader has their KV.
 
         Positions whose logits are needed are never in a match: at least the last known token.
         """
@@ -211,8 +211,8 @@ class KVCacheManager:
     def allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Share the blocks of `match`, and reserve blocks for the rest; the caller has checked that there is room.
 
-        Blocks are leased when a step computes them. To lease a block may evict a cached one, so what one plan evicts is
-        bounded by the tokens that it schedules, and not by the length of a prompt.
+        Blocks are leased when a step computes them. Leasing a block may evict a cached one. So the number of blocks
+        that one plan evicts is bounded by its scheduled tokens, and not by the length of a prompt.
         """
         kv, num_found = sequence.kv, len(match.blocks)
         if num_found:

@@ -1,7 +1,7 @@
-"""Know which blocks the worker's KV connector holds, and which ones the next step stores there and loads from there.
+"""Track which blocks the worker's KV connector holds, and which ones the next step stores in it and loads from it.
 
 A KV connector keeps blocks outside the pool, by the hash of their prefix: in the host's memory and on its disk. The
-worker owns what is kept, and drops the least recently used. The manager only has the set of keys:
+worker owns these blocks, and drops the least recently used ones. The manager only has the set of keys:
 
 - A block that is published and then reused is *stored*: the next plan names it, and the worker copies it before it
   computes anything. So the key is known from then on.
@@ -17,7 +17,7 @@ worker owns what is kept, and drops the least recently used. The manager only ha
   necessary; a failed load is rare, and costs only time.
 
 Block offloading by hash: vLLM's KV connectors, and LMCache. There a sequence waits until its loads are done; here the
-order of steps takes the place of that state.
+order of steps makes this state unnecessary.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Each policy keeps a promise that the simulation checks after every step:
 
 - `fcfs`: no sequence is admitted before one that arrived earlier.
 - `priority`: no sequence is admitted before one with a lower `arrival_s + priority * PRIORITY_LEVEL_S`. A priority
-  level is worth that much waiting and no more, so every sequence is first at some time: ageing, without a clock.
+  level counts as that much waiting and no more, so every sequence is first at some time. This is ageing without a
+  clock.
 - `shortest`: the sequence with the fewest tokens to compute is admitted next (cached tokens do not count), but only
   until the tokens that overtook the oldest one are SHORT_SHARE / (1 - SHORT_SHARE) times its own; then the oldest one
   is next.
@@ -77,7 +78,7 @@ class WaitingQueue(Protocol):
     def find_victim(
         self, tenant: str, size: int, running: list[Sequence], size_of: Callable[[Sequence], int]
     ) -> Sequence | None:
-        """Return the running sequence to preempt for a waiting one of `tenant`, if any. `running` is sorted by rank.
+        """Return the running sequence to preempt for a waiting one of `tenant`, or None. `running` is sorted by rank.
 
         `size` is what the waiting sequence needs of slots or of blocks, and `size_of` returns what a running one has.
         """
@@ -106,7 +107,7 @@ class _KeyedQueue:
 
 
 class _ByArrival:
-    """What most policies do: rank by arrival, charge nothing."""
+    """The default of most policies: rank by arrival, charge nothing."""
 
     short_share = 0.0
     has_shares = False
@@ -258,7 +259,7 @@ class Fair(_ByArrival):
         tenant = sequence.tenant
         first = self.first()  # also drops the queues that became empty
         if tenant not in self._queues:
-            # Unused service is not saved up: a tenant that was idle starts level with those that waited.
+            # Unused service is not saved: a tenant that was idle starts with the counter of those that waited.
             floor = self._last_left if first is None else self.num_served_tokens[first.tenant]
             self._raise(tenant, max(0, floor - self.num_served_tokens.get(tenant, 0)))
             self._queues[tenant] = self.new_queue()
@@ -298,8 +299,8 @@ class Fair(_ByArrival):
         first = self.first()
         floor = self._last_left if first is None else self.num_served_tokens[first.tenant]
         for tenant, number in num_tokens.items():
-            # Those that wait here may be unable to use their share of the other replicas. What they save up has a
-            # bound: otherwise a tenant that was served there alone for an hour would wait here for an hour.
+            # Tenants that wait here may be unable to use their share of the other replicas. Their credit has a bound:
+            # otherwise a tenant that was served alone on the others for an hour would wait here for an hour.
             room = floor + max_lead - self.num_served_tokens.get(tenant, 0)
             self._raise(tenant, max(0, min(number, room)))
         if first is None and num_tokens:

@@ -56,10 +56,9 @@ def continue_chain(
 
 
 class PrefixCache:
-    """An index of the pool's published blocks. The pool decides which of them survive.
-
-    A block that does not is stored by the connector, if that is on. Then the blocks that were published since the
-    oldest step in flight was planned are remembered: if a load fails, they are forgotten.
+    """An index of the pool's published blocks. The pool decides which of them stay. A block that is evicted is stored
+    by the connector, if there is one. Then the blocks that were published since the oldest step in flight was planned
+    are remembered: if a load fails, they are forgotten.
     """
 
     def __init__(self, num_blocks: int, connector: KVConnector | None = None) -> None:
@@ -80,7 +79,7 @@ class PrefixCache:
         return self._connector.num_loadable(hashes, self._block_of)
 
     def num_known(self, hashes: list[bytes]) -> int:
-        """How many blocks at the beginning of this chain are published, or can be loaded behind those.
+        """How many blocks at the beginning of this chain are published, or can be loaded after those.
 
         Some may be fenced: `find` finds them soon.
         """

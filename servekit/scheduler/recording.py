@@ -11,9 +11,9 @@ unless they are asked for. Three inputs of the manager are replaced:
   keyed with a secret that is not in the recording: otherwise a reader could confirm a guessed prompt by hashing it.
 - Sampling parameters. Only those that the manager reads are kept.
 
-`RecordedManager` makes a record of each command at once, and puts it into a sink. Another thread could make records of
-the commands and plans later. That costs three times as much: as long as plans are kept, each step takes new memory,
-instead of the memory that the step before it has freed. `Replayer` applies records to its own manager, and compares.
+`RecordedManager` makes a record of each command at once, and puts it into a sink. Making the records later, in another
+thread, would cost three times as much: while plans are kept, each step takes new memory, instead of the memory that the
+step before it has freed. `Replayer` applies records to its own manager, and compares.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ class RecordEncoder:
 
 
 class ReplayDifferenceError(Exception):
-    """A replayed command did something else than the recorded one."""
+    """A replayed command had another outcome than the recorded one."""
 
     def __init__(self, step_id: int, field: str, expected: object, got: object) -> None:
         super().__init__(f"step {step_id}: {field}: expected {expected}, got {got}")

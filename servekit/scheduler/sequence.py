@@ -10,9 +10,9 @@ resume after preemption are the same arithmetic: they differ only in the counter
 A step that verifies k drafts for a sequence samples 1 to k + 1 tokens. How many is known only from its result. Until
 then all of them count: as pending, and their positions as computed. Both are upper bounds, too high by the same number:
 the drafts that steps in flight reject. The commit of a step subtracts what it rejected from both. So `num_needed` is
-exact at any time, and it is 1 for every sequence past its prompt. Known tokens are never a bound: they are committed.
-The worker reads what the manager does not know from its own token table (`ScheduledChunk`). This is the one invariant
-of speculation; `WorkloadManager.check` asserts it.
+exact at any time, and it is 1 for every sequence that has computed its prompt. This is the central invariant of
+speculation; `WorkloadManager.check` asserts it. The number of known tokens is always exact, because they are committed.
+The worker reads tokens that the manager does not know from its own token table (`ScheduledChunk`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FinishReason(StrEnum):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """What a sequence has come to on one workload manager, with which it continues on another."""
+    """The state of a sequence on one workload manager, with which it continues on another."""
 
     output_token_ids: array[int]
     prompt_logprobs: tuple[TokenLogprobs, ...]

@@ -1,9 +1,9 @@
-"""Why a sequence spent its time on a workload manager as it did: causes, from events that the manager reports.
+"""Record where a sequence spent its time on a workload manager: spans with causes, from the manager's events.
 
-Nothing is recorded for a token, and nothing for each sequence in each step. A sequence that computes a token in every
-step has one open span, and two readings of counters that all sequences share. Why the queue does not move is recorded
-once for all who wait in it, when it changes. A span is added when something else happens to a sequence: a chunk of its
-prompt, a preemption, a step that left it out. Spans follow each other without gaps.
+Nothing is recorded for each token, or for each sequence in each step. A sequence that computes a token in every step
+has one open span, and two readings of counters that all sequences share. The reason why the queue does not move is
+recorded once for all waiting sequences, when it changes. A span is added when something else happens to a sequence: a
+chunk of its prompt, a preemption, a step that left it out. Spans follow each other without gaps.
 
 Commands such as Finish and Restart have no time. What they do is dated with the last known one: that of the newest plan
 or commit.
@@ -31,7 +31,7 @@ class StepCounts(Struct, frozen=True, gc=False):
 
 
 class QueueState(Struct, frozen=True, gc=False):
-    """Why the queue does not move from some time on."""
+    """Why the queue does not move since some time."""
 
     since_s: float
     cause: TimeCause
@@ -156,7 +156,7 @@ class SequenceHistory:
     # -- what the manager reports --------------------------------------------------------------------------------------
 
     def admitted(self) -> None:
-        """It has a slot, and is in the step that is planned now."""
+        """Note that it has a slot, and is in the step that is planned now."""
         self._close(self._log.now_s)
         self._begin(TimeCause.NEXT_STEP, "max_steps_in_flight")
 
@@ -199,7 +199,7 @@ class SequenceHistory:
         behind_id: int | None = None,
         lost_since_s: float | None = None,
     ) -> None:
-        """It has lost its slot and blocks, and waits for `cause` until it is admitted or queued.
+        """Note that it has lost its slot and blocks, and waits for `cause` until it is admitted or queued.
 
         What was computed since `lost_since_s` is lost, too: that time is for `cause`.
         """
@@ -209,17 +209,17 @@ class SequenceHistory:
         self._begin(cause, rule, behind_id)
 
     def queued(self) -> None:
-        """From now on it waits in the queue, like one that was never admitted."""
+        """Note that it waits in the queue from now on, like one that was never admitted."""
         self._close(self._log.now_s)
         self._begin(TimeCause.QUEUE)
 
     def moved(self, log: ManagerLog) -> None:
-        """It continues on another manager."""
+        """Note that it continues on another manager."""
         self._log, self._end_counts = log, None
         self.queued()
 
     def ended(self) -> None:
-        """It has ended, or leaves this manager."""
+        """Note that it has ended, or leaves this manager."""
         self._end_counts = self._log.counts
 
     # -- what is read --------------------------------------------------------------------------------------------------

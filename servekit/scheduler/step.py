@@ -1,4 +1,4 @@
-"""A step as the workload manager knows it, from its plan until its result is committed."""
+"""Represent a step in the workload manager, from its plan until its result is committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learn from steps how long they take: what a prefill token costs, what a decode costs, and what the rest takes."""
+"""Learn from steps how long a prefill token, a decode, and the rest of a step take."""
 
 from __future__ import annotations
 

@@ -1,36 +1,36 @@
 """Decide, step by step, which tokens a worker computes next.
 
-`plan` says what the next step computes, `commit` applies what it sampled. `finish` and `withdraw` are the only ways out
-for a sequence: it ends, or it continues on another manager. All of it is a plain function of the state: no clock, no
-I/O, no randomness, no torch. The engine drives it in production and the simulation drives it by the million steps, with
-the same code and by the same commands.
+`plan` says what the next step computes, `commit` applies what it sampled. A sequence leaves the manager only by
+`finish` (it ends) or `withdraw` (it continues on another manager). All of this depends only on the state and the
+commands: no clock, no I/O, no randomness, no torch. The engine in production and the simulation use the same code and
+the same commands.
 
 How one step is decided (docs/ARCHITECTURE.md has a picture, with the same numbers):
 
-1. Every running sequence that is past its prompt computes one position, by rank. If it needs a block and none is
-   available, the last-ranked running sequence is preempted for it. If none behind it may be preempted, or if fenced
-   blocks are about to become available, it keeps its slot and waits.
-2. What is left of `max_num_batched_tokens`, or of what the inter-token latency target allows, is prefill. Before the
+1. Every running sequence that has computed its prompt computes one position, by rank. If it needs a block and none is
+   available, the last-ranked running sequence is preempted for it. If no sequence of lower rank may be preempted, or if
+   fenced blocks are about to become available, it keeps its slot and waits.
+2. The rest of `max_num_batched_tokens` is for prefill; the inter-token latency target may limit it further. Before the
    first unfinished prompt come waiting sequences that outrank it; or, under a policy with a share for short prompts,
    all shorter prompts, up to that share.
 3. Then the first unfinished prompt, and the other running ones.
 4. Then the sequences that the waiting queue proposes, as long as there are tokens, slots and memory, up to
    `max_admissions_per_step`.
-5. What is left even then is for drafts (speculative decoding): a sequence of part 1 computes positions behind its
-   own, for tokens that the worker guesses. No sequence waits or is preempted for a draft.
+5. Tokens that are still left are for drafts (speculative decoding): a sequence of part 1 computes positions after its
+  own, for tokens that the worker guesses. No sequence waits or is preempted for a draft.
 
 No sequence is admitted in a step in which a running one found no block: then none is left, and an admitted sequence
 takes at least one.
 
-What always holds, each checked by `check` or by the simulation:
+Invariants, each checked by `check` or by the simulation:
 
 - The first-ranked running sequence is never preempted, and no sequence is accepted that could not run alone, so there
   is always progress.
 - A sequence is preempted at most `max_preemptions` times for a shortage of blocks. After that it is admitted only with
   all the blocks it can ever need, so no shortage can stop it again.
 - The first-ranked running sequence of each tenant is never preempted for another tenant's share.
-- A step is in flight or it is not. Its result is applied once, in order, to the incarnations it was planned for.
-- A sequence whose token the worker deferred goes on from its last known position, in a new incarnation.
+- The result of a step is applied once, in order, to the incarnations that it was planned for.
+- A sequence whose token the worker deferred continues from its last known position, in a new incarnation.
 - No token is committed that was computed from a block which the KV connector failed to load.
 
 Continuous batching: Yu et al., "Orca", OSDI 2022, section 4. Chunked prefill under one token budget: Agrawal et al.,
@@ -178,7 +178,7 @@ class WorkloadManager:
 
     @property
     def num_leaked(self) -> int:
-        """Blocks and slots that are neither held nor available, or counted twice. Any number but 0 is our bug."""
+        """Blocks and slots that are neither held nor available, or counted twice. Any number but 0 is a bug."""
         pool = self.kv_cache.pool
         num_held = pool.num_leased + pool.num_fenced + pool.num_reserved if self.has_work else 0
         num_blocks = abs(pool.num_blocks - pool.num_available - num_held)
@@ -343,7 +343,7 @@ class WorkloadManager:
     def finish(self, sequence_id: int, reason: FinishReason, num_output_tokens: int | None = None) -> bool:
         """End a sequence, whatever its state, and release all it holds. False if it had ended before or never existed.
 
-        Idempotent. `num_output_tokens` is the length of the answer, where the sequence has tokens behind its end.
+        Idempotent. `num_output_tokens` is the length of the answer, if the sequence has tokens after its end.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -409,7 +409,7 @@ class WorkloadManager:
         self._release_followers(sequence)
 
     def restart(self, is_out_of_memory: bool = False) -> list[Sequence]:
-        """Forget everything the worker held; all sequences are computed again, token for token.
+        """Forget everything that the worker held; all sequences are computed again, and keep their tokens.
 
         Returns the sequences that crash workers, which the caller must finish. After an out-of-memory error the worker
         lives, and steps are half as large from then on; each step that fits raises the limit by a token.
@@ -460,9 +460,9 @@ class WorkloadManager:
         This is the one loop that costs time for each running sequence in each step, hence flat. `_grow` preempts from
         the far end of the list that the loop walks along, so no sequence is met twice or skipped.
 
-        In a pipeline, a token is known to the first stage when the steps behind it have moved on through all stages. A
-        sequence that was in one of these steps would stop the pipeline, so it is left out; and a step takes only its
-        part of the sequences, so that the next steps have theirs.
+        In a pipeline, the first stage knows a token only when its step has passed through all stages. A sequence that
+        waits for such a token would stop the pipeline, so it is left out of the steps until then. A step takes only its
+        part of the sequences, so that some are left for the next steps.
         """
         chunks, sampled, budget, step_id = step.chunks, step.sampled, step.budget, step.step_id
         block_size, num_stages = self.config.block_size, self.config.pipeline_parallel_size
@@ -513,8 +513,8 @@ class WorkloadManager:
     def _schedule_prefills(self, step: Step, prefills: list[Sequence]) -> None:
         """Spend the rest of the budget on prompts: by rank, whether they run or wait.
 
-        Where the policy has a share for short prompts, those that need less than the first one go before it, but
-        leave it the rest of the budget: a long prompt delays short ones little, and they take at most that share.
+        If the policy has a share for short prompts, those that need less than the first one go before it, but take at
+        most that share of the budget. So a long prompt delays short ones little, and still makes progress.
         """
         share = self.waiting_queue.short_share
         if prefills and not share:
@@ -579,7 +579,7 @@ class WorkloadManager:
 
         Only those with fewer tokens to compute than `shorter_than`, or that outrank `ahead_of`, if that is given.
 
-        The order is strict: if there is no memory for the first in the queue, none behind it gets any. Otherwise the
+        The order is strict: if there is no memory for the first in the queue, none after it gets any. Otherwise the
         first would starve.
         """
         num_left = self._num_admissible(step)
@@ -614,7 +614,7 @@ class WorkloadManager:
         needs_logprobs = sequence.sampling.prompt_logprobs is not None
         if needs_logprobs:
             step.prompt_logprobs[len(step.chunks)] = sequence, sequence.incarnation
-        # Logits predict the token after their own, so a chunk with prompt logprobs has the token behind it, too.
+        # Logits predict the token after their own, so a chunk with prompt logprobs also has the next token.
         known = tuple(sequence.token_ids[start : stop + needs_logprobs])
         step.chunks.append(ScheduledChunk(sequence.slot, start, num_tokens, known, new_blocks, samples))
         step.prefills.append((sequence, sequence.incarnation, start, num_tokens, samples))
@@ -669,7 +669,7 @@ class WorkloadManager:
         They end before the position of the last token that it may have, so the block table stays within what was
         counted when it was admitted.
 
-        A sequence that was in flight when a worker crashed gets none from then on. Otherwise each try would come to
+        A sequence that was in flight when a worker crashed gets none from then on. Otherwise each try would end at
         another position, and the quarantine would take longer to find the sequence that crashes workers.
         """
         if self.quarantine.record_of(sequence) is not None:
@@ -775,8 +775,8 @@ class WorkloadManager:
         The tokens of a span are then appended like those of as many steps. So a block is published when it is full of
         committed tokens, and a draft is never published. Blocks stay: they are for positions that will come.
 
-        A tenant pays for an accepted draft here, and for a rejected one nothing: the shares are those of tokens, as
-        without speculation.
+        Accepted drafts are charged to the tenant here, and rejected ones are not: shares count tokens, as without
+        speculation.
         """
         for index, num_planned in step.num_drafts.items():
             sequence, incarnation = step.sampled[index]
@@ -870,7 +870,7 @@ class WorkloadManager:
         self._enqueue(victim)
 
     def _preempt_for_share(self) -> None:
-        """Preempt others for the first in the queue, as far as the policy lets its tenant take from theirs.
+        """Preempt other tenants' sequences for the first in the queue, as far as the policy allows.
 
         It is done before anything is scheduled, because what is in a step cannot be taken out of it. The first in the
         queue is usually admitted in the same step. It waits longer if its blocks are fenced, and if the step has no
@@ -935,8 +935,8 @@ class WorkloadManager:
     def _grow(self, sequence: Sequence) -> bool:
         """Lease one more block, if need be by preempting a lower-ranked sequence. False if none is available yet."""
         while not self.kv_cache.grow(sequence):
-            # Fenced blocks become available when a step in flight is done. Preempting a second victim before that
-            # would turn one shortage into a cascade.
+            # Fenced blocks become available when a step in flight is done. Preempting a second victim before that would
+            # preempt more sequences than one shortage needs.
             victim = None if self.kv_cache.num_fenced else self._find_victim(sequence)
             if victim is None:
                 # It keeps its slot and waits. Self-preemption would force a recompute, and would free blocks only for
@@ -947,7 +947,7 @@ class WorkloadManager:
         return True
 
     def _find_victim(self, sequence: Sequence) -> Sequence | None:
-        """The last-ranked of those behind `sequence` that may be preempted."""
+        """The last-ranked sequence below `sequence` that may be preempted; None if there is none."""
         assert len(self._running) > 1, f"{sequence} cannot run alone in {self.config.num_blocks} blocks"
         behind = self._running[self._running.index(sequence) + 1 :]
         return next((victim for victim in reversed(behind) if not self.kv_cache.is_pinned(victim)), None)
