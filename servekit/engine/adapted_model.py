@@ -1,4 +1,4 @@
-"""A model with a LoRA adapter, as a model of its own: what requests see that name the adapter."""
+"""Present a model with a LoRA adapter as a model of its own, to requests that name the adapter."""
 
 from __future__ import annotations
 

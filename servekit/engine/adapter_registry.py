@@ -1,10 +1,10 @@
 """The LoRA adapters of one model: their names, and which of them have requests.
 
-The registry knows any number of adapters. The worker keeps `max_loras` of them in memory, and reads others when a step
-needs them. So as many may have requests at a time; a request for one more waits until another one has none. Those that
-wait get their places in the order in which they came. A request for an adapter that has requests needs no place, so it
-goes on at once; but not if the first of those that wait has waited for `OVERTAKEN_S`: otherwise requests for busy
-adapters could keep it waiting for ever.
+The registry may have any number of adapters. The worker keeps `max_loras` of them in memory, and reads others when a
+step needs them. So at most `max_loras` adapters have requests at the same time; a request for another adapter waits
+until one of them has no requests. Waiting requests get these places in order of arrival. A request for an adapter that
+has requests needs no place, so it continues at once, unless the first waiting request has waited for `OVERTAKEN_S`:
+otherwise requests for busy adapters could make it wait for ever.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class AdapterRegistry:
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
+        """Unload an adapter. Requests that use it continue. Raises ModelNotFound."""
         if self._adapters.pop(name, None) is None:
             raise ModelNotFound(f"there is no adapter {name[:200]!r} to unload", param="lora_name")
         del self._paths[name]
@@ -192,7 +192,7 @@ class AdapterRegistry:
             else:
                 place.cancel()
                 self._waiting.remove(entry)
-                self._admit()  # those behind it may need no place
+                self._admit()  # those after it may need no place
             if not isinstance(error, TimeoutError):
                 raise
         raise QueueFull(
@@ -208,7 +208,7 @@ class AdapterRegistry:
         self._admit()
 
     def _admit(self) -> None:
-        """Let those go on that wait, as far as there are places."""
+        """Let waiting requests continue, as far as there are places."""
         while self._waiting and self._has_place(self._waiting[0].adapter):
             first = self._waiting.popleft()
             first.place.set_result(self._use(first.adapter))
@@ -221,7 +221,7 @@ class AdapterRegistry:
                     self._waiting.append(each)
 
     def _is_overtaken_long(self) -> bool:
-        """Whether requests for busy adapters went before the first of those that wait for long enough."""
+        """Whether requests for busy adapters have overtaken the first waiting request for long enough."""
         return bool(self._waiting) and asyncio.get_running_loop().time() - self._waiting[0].since_s >= OVERTAKEN_S
 
     def _has_place(self, adapter: LoraAdapter) -> bool:
@@ -257,7 +257,7 @@ def adapters_at_start(config: ServeConfig) -> dict[str, str]:
 
 
 def check_adapters(config: ServeConfig) -> None:
-    """Raise ConfigError for settings that adapters do not go together with."""
+    """Raise ConfigError for settings that cannot be combined with adapters."""
     reasons = {
         "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "--listen-workers": config.listen_workers is not None,

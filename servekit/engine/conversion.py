@@ -32,7 +32,7 @@ WEIGHTS_MEMORY_BYTES = 2**32
 WEIGHTS_BYTES_PER_CPU_S = 2**24  # a hundredth of what two cores took
 MAX_OUTPUT_BYTES = 2**16  # of what the process writes; more is read, and forgotten
 MAX_ERROR_LENGTH = 2_000
-# The variables that it gets: what Python and the libraries need to start. An operator may have secrets in any other.
+# The variables that it gets: those that Python and the libraries need to start. Any other may contain a secret.
 VARIABLES = frozenset({
     *WORKER_ENVIRONMENT, "HF_HUB_OFFLINE", "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV",
     "CONDA_PREFIX", "XDG_CACHE_HOME",
@@ -97,7 +97,7 @@ def run_conversion(job: ConversionJob) -> ConversionOutcome:
 def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
     """Run the process, and return the end of what it wrote. Raises TimeoutExpired.
 
-    The process may be an attacker's: it gets no terminal, into which it could type, and its output takes no memory
+    A malicious file may control the process: it gets no terminal to write input to, and its output takes no memory
     beyond the bound.
     """
     deadline_s = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""`servekit convert`: write a model with pickled weights as safetensors, with all that belongs to it."""
+"""`servekit convert`: write a model with pickled weights as safetensors, with its configuration and tokenizer."""
 
 from __future__ import annotations
 

@@ -42,16 +42,16 @@ RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker wil
 
 
 class Peers(Protocol):
-    """What a core asks of its engine, because it concerns the engine's other cores."""
+    """The calls of a core to its engine that concern the engine's other cores."""
 
     async def core_lost(self, core: EngineCore, loss: WorkerError) -> bool:
-        """Continue its sequences elsewhere: its worker is lost, and it has forgotten what that held.
+        """Continue the sequences of a core elsewhere: its worker is lost, and the core has reset them.
 
         Returns whether the worker is to be replaced.
         """
 
     async def core_ready(self, core: EngineCore) -> None:
-        """Let it take over what waits elsewhere: its worker has been replaced."""
+        """Let a core take over sequences that wait elsewhere: its worker has been replaced."""
 
     def has_other_worker(self, core: EngineCore) -> bool:
         """Whether another core has a worker."""
@@ -100,7 +100,7 @@ class EngineCore:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def apply(self, command: Operation[Outcome]) -> Outcome:
-        """Give the workload manager one command, and return its answer."""
+        """Apply one command to the workload manager, and return its answer."""
         return self.manager.apply(command)
 
     def _finish_all(self, commands: Iterable[Finish]) -> None:
@@ -268,7 +268,7 @@ class EngineCore:
             observer.idle_ended(self._iteration_began_s)
 
     def _check_accounting(self) -> None:
-        """Check that every KV block and slot is accounted for. If not, that is our bug, and serving goes on."""
+        """Check that every KV block and slot is accounted for. If not, servekit has a bug; serving continues."""
         num_leaked = self.manager.num_leaked
         if num_leaked:
             log.error("KV accounting error: %d blocks or slots leaked; resetting the scheduler's state", num_leaked)
@@ -337,7 +337,7 @@ class EngineCore:
     def _retry_in_smaller_steps(self, failed: StepFailed) -> None:
         """Compute all sequences again in smaller steps, because a step did not fit into the device's memory."""
         if failed.epoch != self.manager.epoch:
-            return  # the step that was in flight behind one that failed
+            return  # the step that was in flight after one that failed
         self._restart_sequences(is_out_of_memory=True)
         log.error(
             "%s; all sequences restart, with at most %d tokens a step for a while",

@@ -1,4 +1,4 @@
-"""Download models from Hugging Face's hub, or find them in its cache, and say in a sentence why one cannot be had.
+"""Download models from Hugging Face's hub, or find them in its cache, and explain failures in a sentence.
 
 The library reads its own variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT, for a mirror.
 """
@@ -17,7 +17,7 @@ log = logging.getLogger("servekit")
 
 # Weights as safetensors, configuration and tokenizer as JSON or plain text; no Python files and no pickles.
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-# The same weights once more, under the names of their makers' own code, and for other programs.
+# Further copies of the same weights, for their authors' own code and for other programs.
 IGNORED = ["original/*", "consolidated*", "onnx/*"]
 PICKLED_WEIGHTS = "pytorch_model*.bin"
 
@@ -66,7 +66,7 @@ def download_snapshot(
 
 
 def download_file(repository: str, name: str, revision: str | None, *, may_download: bool = True) -> Path:
-    """Return the path of one file of a repository in the cache; download it if necessary. Raises as the above."""
+    """Return the path of one file of a repository in the cache; download it if necessary. Raises the same errors."""
     return _download(
         repository,
         revision,

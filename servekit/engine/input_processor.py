@@ -33,7 +33,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.time_causes import TimeCause
 
 MAX_BAD_WORD_TOKENS = 1024
-MAX_PREDICTION_TOKENS = 2**12  # sent to the worker within a step plan, for each answer; what is behind them is left out
+MAX_PREDICTION_TOKENS = 2**12  # sent to the worker within a step plan, for each answer; further ones are left out
 MAX_PREDICTION_CHARACTERS = 8 * MAX_PREDICTION_TOKENS  # of which these are encoded
 TOKENS_PER_SLICE = 2**14  # of prompts; checking them and hashing their blocks takes about a millisecond
 TOKENS_PER_ANSWER = 2**8  # these take as long as preparing the parameters of one answer
@@ -375,7 +375,7 @@ class InputProcessor:
         bad_words: tuple[tuple[int, ...], ...],
         prediction: tuple[int, ...],
     ) -> SamplingParams:
-        """Fill in what the client left open: the model's defaults, as much output as fits, and a random seed."""
+        """Fill in what the client did not set: the model's defaults, as much output as fits, and a random seed."""
         wanted, model = request.sampling, self._model
         stop = (wanted.stop,) if isinstance(wanted.stop, str) else tuple(wanted.stop or ())
         return SamplingParams(

@@ -1,15 +1,15 @@
-"""What the API asks of the models of a server and of their engines, in this process or in another one.
+"""Define the methods by which the API calls a server's models and engines, in this process or in another one.
 
 An `Engine` serves one model, whatever the model does. A `GeneratingEngine` generates text: `LLMEngine`. A
 `PredictingEngine` embeds, reranks or classifies: `PredictorEngine`. `generates` and `predicts` tell which one an engine
 is. A `ManagedEngine` is one in this process, which its owner starts and stops.
 
 With `--api-processes`, several processes serve HTTP, and in each of them an `EngineClient` (servekit.api_processes)
-answers in the engine's place. Methods that may have to ask another process are coroutines; in the engine's own process
+implements the same methods. Methods that may have to ask another process are coroutines; in the engine's own process
 they return without waiting.
 
-`Models` has all models of a server. Where there is one, its engine is that, too (`OneModel`). Where there are several,
-it is the ModelManager (servekit.models).
+`Models` has all models of a server. In a server with one model, its engine implements it (`OneModel`), and with several
+models, the ModelManager (servekit.models).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Profiler(Protocol):
 
 
 class Service(Protocol):
-    """What the server asks, of one engine or of all its models together."""
+    """The methods that the server calls, of one engine or of all its models together."""
 
     @property
     def config(self) -> ServeConfig: ...
@@ -84,7 +84,7 @@ class Service(Protocol):
 
     @property
     def has_free_slots(self) -> bool:
-        """Whether a slot would be free if all waiting sequences had theirs. If not, what is not urgent should wait."""
+        """Whether a slot would be free if all waiting sequences had theirs. If not, less urgent work should wait."""
 
     @property
     def http_counters(self) -> HttpCounters: ...
@@ -109,7 +109,7 @@ class Service(Protocol):
 
 
 class Engine(Service, Protocol):
-    """The engine of one model, whatever that does."""
+    """The engine of one model of any kind."""
 
     @property
     def kind(self) -> str:
@@ -195,7 +195,7 @@ class GeneratingEngine(Engine, Protocol):
     async def submit(self, request: GenerationRequest, caller: Caller, places: Any) -> RequestState:
         """Admit all prompts of a request, or none. `places` is what `take_places` returned.
 
-        What follows is no longer admission, so this marks the end of it. Raises RequestError or WorkerError.
+        This is the end of the request's admission. Raises RequestError or WorkerError.
         """
 
 
@@ -324,7 +324,7 @@ class ServedModel(Protocol):
 
 
 class Models(Service, Protocol):
-    """All models of a server. None of these methods tells a caller of a model that its tenant may not use."""
+    """All models of a server. These methods hide models that the caller's tenant may not use."""
 
     @property
     def has_choice(self) -> bool:

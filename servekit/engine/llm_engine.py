@@ -1,7 +1,7 @@
-"""Serve one model: admit requests, and manage the life of the parts that execute them.
+"""Serve one model: admit requests, and start and stop the parts that execute them.
 
-The parts: InputProcessor makes token ids of a request, EngineCore schedules and executes steps, OutputProcessor makes
-text of tokens and fills the clients' queues. All of them run on the event loop's thread.
+InputProcessor converts a request to token ids, EngineCore schedules and executes steps, and OutputProcessor converts
+tokens to text and fills the clients' queues. All of them run on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -533,7 +533,7 @@ class LLMEngine(OneModel):
             self._predictions.admitted(core, state.outputs[-len(commands)].sequence)
 
     def _make_detokenizer(self, queue: ClientQueue, sampling: SamplingParams) -> Detokenizer:
-        """Return what makes the text of a sequence: nothing, if the reader of its queue does that.
+        """Return the detokenizer of a sequence; one without text, if the reader of its queue makes the text.
 
         A stop string ends a sequence, so its text is always made here.
         """

@@ -1,4 +1,4 @@
-"""Decide what a model does: generate text, embed, rerank or classify. The files of its checkpoint say so."""
+"""Decide from a checkpoint's files what its model does: generate text, embed, rerank or classify."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose_kind(config: ServeConfig) -> str:
 
 
 def kind_of(files: dict[str, Any]) -> str:
-    """Return the kind of a checkpoint with these files, decoded; None stands for a file that there is not."""
+    """Return the kind of a checkpoint with these decoded files; None stands for a missing file."""
     config = files["config.json"] or {}
     names = config.get("architectures") or [""]
     architecture = str(names[0]) if isinstance(names, list) and names else ""

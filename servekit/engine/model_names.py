@@ -1,4 +1,4 @@
-"""Names of models in requests and in answers: which stand for any model, and the refusal of an unknown one."""
+"""Check the names of models in requests: which names stand for any model, and the error for an unknown one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine as all models of its server, where it is the only one."""
+"""Make the engine of a server with one model also its registry of models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Turn committed tokens into text and put it into clients' queues; end sequences whose text or tokens say so.
+"""Turn committed tokens into text and put it into clients' queues; end sequences at stop strings.
 
-A sequence ends here or in the workload manager, whichever finds the reason first. Here it ends at a stop string, and
+A sequence ends here or in the workload manager, whichever finds the reason first. Here it ends at a stop string, or
 when its API key may have no more tokens. Methods that end sequences return `Finish` commands. The caller must apply
 them to the workload manager; for a sequence that ended there, Finish does nothing.
 """
@@ -41,7 +41,7 @@ class OutputProcessor:
         """Deliver the tokens of one commit.
 
         Returns commands for sequences that ended at a stop string, or failed; and how many tokens were delivered, which
-        are all but those behind a stop string.
+        are all but those after a stop string.
         """
         commands: list[Finish] = []
         num_delivered = 0

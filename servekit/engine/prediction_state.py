@@ -43,10 +43,10 @@ class PredictionState:
             self._done.set_result(self._results)
 
     def fail(self, error: ServekitError) -> None:
-        """Report an error to whoever waits for the results. The first one counts."""
+        """Report an error to the waiting caller. The first one counts."""
         if not self._done.done():
             self._done.set_exception(error)
-            self._done.exception()  # nobody may wait for it any more
+            self._done.exception()  # there may be no caller any more
 
     def abort(self) -> None:
         """End what is left of the prediction. Does not await, so it may be called in a `finally` clause."""

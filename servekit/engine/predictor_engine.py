@@ -429,7 +429,7 @@ class PredictorEngine(OneModel):
         self.fail_all(self.failure)  # the server's process exits next
 
     async def _run(self) -> ServekitError:
-        """Take results, and replace lost workers, until that fails."""
+        """Receive results, and replace lost workers, until no worker can be started."""
         while True:
             try:
                 self._commit(await self._executor.receive())
@@ -440,7 +440,7 @@ class PredictorEngine(OneModel):
             self._pump()
 
     def _pump(self) -> None:
-        """Send the worker what it may get now, and call this again when time alone changes that."""
+        """Send the worker the batches that are due, and set a timer for the next one."""
         now_s = self._clock()
         self._fail_items(self.batcher.expire(now_s), _missed_deadline, "expired")
         if not self._executor.is_ready:

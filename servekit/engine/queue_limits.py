@@ -1,4 +1,4 @@
-"""Limit how much may wait for its first step, and compute when a refused request should come back.
+"""Limit the sequences that wait for their first step, and compute when a refused request should be sent again.
 
 Sequences and their prompt tokens are both limited: a hundred long prompts can be more work than thousands of short
 ones. A request takes its places when it arrives, before anything is computed for it. So a request that cannot be

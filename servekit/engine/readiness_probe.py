@@ -1,7 +1,8 @@
 """Check that the server generates tokens: one was sampled recently, or one is sampled for this check.
 
-A live process, an open port and a worker that reports itself ready are weaker signs: each has been seen on servers that
-served no request. The check samples at most one token at a time, and only if no request's steps prove readiness anyway.
+A running process, an open port and a worker that reports itself ready are weaker evidence: each has been seen on
+servers that could not serve any request. The check samples at most one token at a time, and only if no request's steps
+prove readiness anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hold what belongs to one replica: its engine core, the executor of its steps, and where its worker runs."""
+"""Hold the parts of one replica: its engine core, the executor of its steps, and where its worker runs."""
 
 from __future__ import annotations
 

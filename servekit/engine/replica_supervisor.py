@@ -1,6 +1,6 @@
-"""Keep the replicas of one engine running: start their workers, give a replica up, start it again, and take workers in.
+"""Keep the replicas of one engine running: start workers, vacate replicas, start them again, and accept workers.
 
-A core replaces a lost worker itself, and asks here what becomes of its sequences meanwhile. A replica whose worker
+A core replaces a lost worker itself, and calls the supervisor to move its sequences meanwhile. A replica whose worker
 cannot be replaced is vacated: it has no main loop and no worker until one starts or joins (docs/design/replicas.md).
 """
 
@@ -35,7 +35,7 @@ JOIN_INTERVAL_S = 0.1  # how soon a worker that waits is taken, when no other re
 
 
 class ReplicaSupervisor:
-    """Starts and ends what the replicas consist of. Everything runs on the event loop's thread."""
+    """Starts and ends the parts of the replicas. Everything runs on the event loop's thread."""
 
     def __init__(
         self, config: ServeConfig, replicas: Replicas, registry: RequestRegistry, source: WorkerSource | None
@@ -152,7 +152,7 @@ class ReplicaSupervisor:
             await self._replicas.exchange_service()
 
     def drain(self) -> None:
-        """Take no more workers that join, except for those that are lost."""
+        """Accept no more workers that join, except to replace lost ones."""
         self._is_draining = True
         if self._joining is not None:
             self._joining.cancel()

@@ -1,8 +1,8 @@
 """Run several engine cores as one: choose the core of each sequence, and move sequences from one core to another.
 
-A sequence is on one core at a time. It moves as values: its manager forgets it and answers with the command that
-continues it elsewhere, token for token (docs/design/replicas.md). When workers start, and what happens when they are
-lost, is up to the supervisor (`servekit/engine/replica_supervisor.py`).
+A sequence is on one core at a time. When it moves, its manager removes it, and returns the command that continues it
+elsewhere with the same tokens (docs/design/replicas.md). The supervisor (`servekit/engine/replica_supervisor.py`)
+decides when workers start, and what happens when they are lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 log = logging.getLogger("servekit")
 
 MOVED_PER_SLICE = 32  # sequences that move without a pause; each takes some 0.1 ms
-MAX_REBALANCED = 16  # prompts at a time: what moves away for a wrong prediction has to wait twice
+MAX_REBALANCED = 16  # prompts at a time: a sequence that moves because of a wrong prediction has to wait twice
 SUSPECTS_WAIT_S = 60.0  # for a worker that joins in place of the one that they were lost on; perhaps none does
 
 

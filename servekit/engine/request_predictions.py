@@ -1,8 +1,8 @@
-"""Predict requests when they are admitted, and compare the predictions with what comes of them, for metrics.
+"""Predict requests when they are admitted, and compare the predictions with the outcomes, for metrics.
 
-A prediction plays copies of the workload manager forward, which takes longer than a request may hold the event loop. So
-one request is predicted at a time, in slices, and those that are admitted meanwhile are not. What it is predicted from
-is saved when it is admitted.
+A prediction simulates the next steps on copies of the workload manager, which takes longer than a request may hold the
+event loop. So one request is predicted at a time, in slices, and requests that are admitted meanwhile are not
+predicted. The state for the prediction is saved when the request is admitted.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class SequenceOutput:
         self.request_id = request_id  # for logs; clients may choose it, so it need not be unique
         self.is_probe = is_probe  # of the server's own readiness probe, which no metric counts
         self.count_token: Callable[[], bool] | None = None  # whether the answer may have another one; None: it may
-        # That were delivered. The sequence may have more: those behind a stop string, which are found only as text.
+        # That were delivered. The sequence may have more: tokens after a stop string, which is found only in the text.
         self.num_tokens = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -124,7 +124,7 @@ class RequestState:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Those of the drafts that are tokens of the answers. Accepted ones behind an answer's end do not count."""
+        """Drafts that became tokens of the answers. Accepted drafts after an answer's end do not count."""
         return sum(min(output.sequence.num_accepted_tokens, output.num_tokens) for output in self.outputs)
 
     @property

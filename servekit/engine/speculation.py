@@ -64,7 +64,7 @@ def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
 
 
 def _own_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
-    """Return the drafter that comes with a model, behind prompt lookup; or else lookup alone.
+    """Return prompt lookup with the drafter that comes with a model after it; or else lookup alone.
 
     In a pipeline there are no drafts.
     """

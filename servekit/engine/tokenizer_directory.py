@@ -1,4 +1,4 @@
-"""Give a model that has its tokenizer in another form a directory with tokenizer.json, once, in the cache folder.
+"""Make a directory with tokenizer.json for a model whose tokenizer has another form, in the cache folder.
 
 All other code reads tokenizer.json: the server, grammars, workers, fingerprints. The directory consists of links to the
 model's files, and of what was made.
@@ -18,7 +18,7 @@ from servekit.errors import ConfigError
 
 log = logging.getLogger("servekit")
 
-FORMAT = 1  # to be changed when something else is made of the same files
+FORMAT = 1  # change it when the same files give another result
 TOKENIZER = "tokenizer.json"
 # What transformers makes tokenizers of: sentencepiece, tiktoken, and vocabularies with their merges.
 SOURCES = (

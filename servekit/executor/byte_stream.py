@@ -1,4 +1,4 @@
-"""What carries bytes to and from a worker: the pipes of a child process, or a socket."""
+"""Define the interface that carries bytes to and from a worker: the pipes of a child process, or a socket."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ OnEnd = Callable[[str], None]
 
 
 class ByteStream(Protocol):
-    """Bytes to and from one worker, for exactly as long as it lives. All methods are called on the event loop's thread.
+    """Bytes to and from one worker. A stream exists for one worker only. All methods are called on the event loop's
+    thread.
 
-    So a message of one worker can never be taken for one of its successor.
+    So a message of one worker can never be mistaken for one of its successor.
     """
 
     @property

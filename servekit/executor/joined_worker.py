@@ -1,4 +1,4 @@
-"""A worker that has joined, as the listener hands it over to the engine."""
+"""Define the value with which the listener gives a worker that has joined to the engine."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as
 
 
 class WorkerSource(Protocol):
-    """Where workers come from that have joined and loaded the model."""
+    """The source of workers that have joined and loaded the model."""
 
     @property
     def stage(self) -> str:
@@ -251,7 +251,7 @@ class ModelExecutor:
                 delay_s = backoff_s(self._num_losses + 1)
                 on_failed_start(f"attempt {attempt} of {max_attempts}, next in {delay_s:g} s: {error}")
         await self._worker.end()
-        # Clients get this message. The reasons are in the log only, because they name files of the server.
+        # Clients get this message. The log has the reasons, which are not sent because they name files of the server.
         raise WorkerLost(
             f"the model worker was lost, and {max_attempts} replacements in a row did not start (max_worker_restarts)"
         )

@@ -1,6 +1,7 @@
-"""Decide where each worker and each of its ranks runs: on which device, and on a CPU on which cores.
+"""Decide on which device each worker and each of its ranks runs, and on a CPU on which cores.
 
-Processes on one CPU would otherwise each use all cores, and wait for each other at every operation of a layer.
+Otherwise each process on a CPU would use all cores, and the processes would delay each other at every operation of a
+layer.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ class StepTimeout:
     """Limits the time of a step to many times the slowest recent step of its size.
 
     Sizes are powers of two. For a size that has not been observed often enough, the limit is scaled up from the next
-    smaller size, as if each token took the same time, or else taken from the next larger size. Both are generous.
+    smaller size, as if each token took the same time, or else taken from the next larger size. Both limits are
+    generous.
     """
 
     def __init__(self, max_s: float) -> None:

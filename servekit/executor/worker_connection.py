@@ -48,7 +48,7 @@ _ANSWERS: dict[type[Struct], type[Struct]] = {LoadAdapter: AdapterLoaded, ListBl
 STOP_TIMEOUT_S = 2.0
 
 SLOW_PHASE_FACTOR = 10  # multiplies heartbeat_timeout while the model loads or a profile is written
-PROFILE_TIMEOUT_S = 120.0  # to start or stop the profiler, and for a step that waits behind either
+PROFILE_TIMEOUT_S = 120.0  # to start or stop the profiler, and for a step that waits for either
 
 MAX_PENDING_MESSAGES = 64  # each message answers one of ours, and few are in flight; more is a malfunction
 
@@ -192,7 +192,7 @@ class WorkerConnection:
         """Handle what has arrived: any number of messages, or a part of one."""
         try:
             for payload in self._frames.decode(data):
-                # Only whole messages are signs of life: bytes that trickle in are not.
+                # Only complete messages count as heartbeats. Single bytes do not.
                 self._num_silent_ticks = 0
                 self._has_sent_message = True
                 self._handle(self._decode(payload))

@@ -92,7 +92,7 @@ class WorkerProcess:
         os.set_blocking(result_reader.fileno(), False)
         self._tasks = PipeWriter(task_writer)
         self._results = result_reader
-        # The reliable sign of its end: a child that the worker left behind may hold its end of a pipe open.
+        # The reliable sign of its end: a remaining child of the worker may hold its end of a pipe open.
         self._process_fd = os.pidfd_open(self._process.pid)
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()

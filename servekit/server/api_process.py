@@ -1,7 +1,7 @@
-"""`python -m servekit.server.api_process`: one of several processes that serve HTTP for one engine process.
+"""`python -m servekit.server.api_process`: serve HTTP in one of several processes for one engine process.
 
 It is a child of the engine process, which sends its settings and keys, tells it when the model is loaded and when to
-drain, and replaces it if it ends. It cannot outlive the engine process.
+drain, and replaces it if it ends. The kernel ends it when the engine process ends.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     connected = socket.socket(fileno=arguments.connection_fd)
     listener = socket.socket(fileno=arguments.listener_fd)
     for each in (connected, listener):
-        # Otherwise the processes that this one starts have them, too: clients would wait at a socket that no process
-        # serves any more, and the engine process would not see the end of this process.
+        # Otherwise child processes of this one inherit them. Then clients would wait at a socket that no process serves
+        # any more, and the engine process would not see the end of this process.
         each.set_inheritable(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(connected, listener))

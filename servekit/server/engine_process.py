@@ -1,6 +1,6 @@
 """Run the engine process of a server with several API processes: start them, replace them, drain, and end.
 
-The engine process holds what exists once: the listening sockets, the waiting queue, the limits, the router, the
+The engine process has the parts that exist once: the listening sockets, the waiting queue, the limits, the router, the
 managers, the workers, the metrics and the journal. It does not serve HTTP. See docs/design/api-processes.md.
 """
 
@@ -167,14 +167,14 @@ class ApiProcesses:
         self._send_all(ms.ReplaceKeys(self._keys))
 
     def drain(self) -> None:
-        """Let each process answer what has begun, and exit."""
+        """Let each process answer the requests that have begun, and exit."""
         self._is_ending = True
         self._close_listeners()
         self._send_all(self._shared.status())
         self._send_all(ms.Drain())
 
     def stop(self, at_once: bool) -> None:
-        """Let each process fail what is left, and exit; `at_once` kills those that have not soon."""
+        """Let each process fail its remaining requests, and exit; `at_once` soon kills those that have not exited."""
         self._is_ending = True
         self._close_listeners()
         self._send_all(ms.Stop(at_once))
@@ -344,6 +344,6 @@ class _Signals:
             "draining: running requests get %g s to finish (shutdown_timeout); a second signal ends them now",
             config.shutdown_timeout,
         )
-        # With --reuse-port clients still ask on the connections that they have, and no other server can answer that.
+        # With --reuse-port clients still send requests on open connections, which no other server can answer.
         self._engine.drain(admits_requests=config.reuse_port)
         self._processes.drain()

@@ -1,4 +1,4 @@
-"""Limit what one HTTP connection may use: its number, the size and time of heads, and the time answers stay unread.
+"""Limit HTTP connections: their number, the size and time of heads, and the time that answers stay unread.
 
 uvicorn has none of these limits. Three things are visible only in the protocol, so they are bounded here, by a subclass
 that uvicorn creates for each connection: what the parser collects before it reports anything (one header can have any
@@ -6,7 +6,7 @@ length), what a connection does before its first request, and what the client do
 they are read (servekit.api.request_body).
 
 A client that closes its sending side counts as disconnected, as with Go's server and nginx. A client that closed both
-sides looks the same until something is written, and a long answer would be computed for a client that is gone. So
+sides looks the same until the server writes, and a long answer would be computed for a client that has disconnected. So
 `nc -N` gets no answer; HTTP clients do not half-close.
 
 The subclass overrides internals of uvicorn, which pyproject.toml therefore bounds; they are listed and checked in
@@ -62,14 +62,14 @@ MAX_HEADERS = 256  # each header costs some hundred bytes of objects, however sh
 # first ones must have this length on average. Clients send kilobytes.
 MAX_SHORT_CHUNKS = 256
 MIN_CHUNK_BYTES = 256
-MAX_PIPELINED = 16  # requests that wait behind the one being answered; no known client sends more
+MAX_PIPELINED = 16  # requests that wait for the one being answered; no known client sends more
 # Closing a connection while the client still sends resets it, and the client may never see the answer. So the server
 # half-closes, and reads and discards for a while: at most this long, this long without any byte, and this many bytes.
 LINGER_S = 10.0
 LINGER_IDLE_S = 2.0
 MAX_DISCARDED_BYTES = 2**28
-# To read and discard a gigabyte takes half a second of the event loop. So what a connection sends beyond this is read
-# at a pace, which is that of all such connections together.
+# Reading and discarding a gigabyte takes half a second of the event loop. So bytes of a connection beyond this are read
+# at a limited rate, which all such connections share.
 MAX_UNPACED_BYTES = 2**24
 DISCARDED_BYTES_PER_S = 2**26
 MAX_LINGERING = 64  # connections; further ones are closed at once
@@ -216,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     @staticmethod
     def _notify_disconnect(cycle: RequestResponseCycle) -> None:
         cycle.disconnected = True
-        cycle.waiting_for_100_continue = False  # else uvicorn would invite the body of a client that is gone
+        cycle.waiting_for_100_continue = False  # else uvicorn would ask a client that has disconnected for its body
         cycle.message_event.set()
         disconnect_of(cast(dict[str, Any], cycle.scope)).happen()
 
@@ -362,7 +362,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         limit = f"{self.limits.header_timeout:g} s (header_timeout)"
         if self.cycle is None and self._num_unreported_bytes == 0:
             self._note_refusal(RequestTimeout.code, f"no request arrived within {limit}")
-            self.transport.close()  # browsers connect ahead of need, and would take a 408 for an answer
+            self.transport.close()  # browsers open connections early, and would use a 408 as the answer to a later request
             return
         self._refuse(RequestTimeout(f"the request's headers did not arrive within {limit}; send them faster"))
 

@@ -90,7 +90,7 @@ async def start_and_watch(engine: AnyEngine | ModelManager, begin: Callable[[], 
 
 
 def tune_garbage_collector() -> None:
-    """Keep the garbage collector from holding the event loop: it does not traverse what was made at the start.
+    """Keep the garbage collector from holding the event loop: it does not traverse the objects of the start.
 
     A full collection would traverse a hundred thousand objects of the imported modules, each time that requests have
     made some ten thousand.

@@ -111,8 +111,8 @@ class Server(uvicorn.Server):
     last frame.
 
     With --reuse-port the kernel distributes connections among servers and does not check readiness. So there it listens
-    only from the moment the model is loaded until the signal. It then still admits what clients ask on the connections
-    that they have: another server cannot answer that, and no client should notice that this one ends.
+    only from the moment the model is loaded until the signal. It then still admits requests on open connections:
+    another server cannot answer these, and no client should notice that this server ends.
     """
 
     def __init__(self, app: Starlette, engine: Service, listens_late: bool = False) -> None:
@@ -187,7 +187,7 @@ class Server(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     if self._shares_port:
-                        # This comes first: clients that are made to reconnect must reach another server.
+                        # This comes first: clients that have to reconnect must reach another server.
                         await self._stop_listening()
                     self._engine.drain(admits_requests=self._shares_port)
                     self._shared.is_draining, self._shared.is_refusing = True, not self._shares_port
