@@ -1,4 +1,4 @@
-"""A child process that an event loop watches by a file descriptor of the kernel's.
+"""Run a child process that the event loop watches by a pidfd.
 
 asyncio starts a thread for each child in Python 3.11. Such a thread may outlive the event loop, and asyncio logs a
 warning when a signal to a child finds it ended: `subprocess` then takes the exit code that the thread waits for.

@@ -1,4 +1,4 @@
-"""A timer and a timeout that a pause of this process does not use up.
+"""Provide a timer and a timeout that do not count pauses of this process.
 
 A container can be frozen, a process group stopped, a laptop put to sleep. Meanwhile the clock continues, but neither
 this process nor its children run. A timeout by the clock expires as soon as they continue, before a healthy child can

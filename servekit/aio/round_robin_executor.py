@@ -1,4 +1,4 @@
-"""Threads that tenants use in turns."""
+"""Run calls in threads that tenants use in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A semaphore that tenants get in turns."""
+"""Provide a semaphore that tenants acquire in turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class RoundRobinSemaphore:
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a place. A task that is cancelled meanwhile gets none, or gives it back."""
-        # `release` gives a free place to a waiting task at once. So a place that is free here suits none of them.
+        # `release` gives a free place to a waiting task at once. So if a place is free here, no waiting task may take
+        # it.
         if self._held.total() < self._capacity and self._may_hold_more(tenant):
             self._held[tenant] += 1
             return
@@ -55,7 +56,7 @@ class RoundRobinSemaphore:
                 turn.set_result(None)
                 self._held[candidate] += 1
                 if turns:
-                    self._waiting[candidate] = turns  # behind the other tenants
+                    self._waiting[candidate] = turns  # after the other tenants
                 return
 
     def _may_hold_more(self, tenant: str) -> bool:

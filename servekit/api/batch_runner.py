@@ -1,7 +1,7 @@
 """Run batches: check their files, answer their lines, and end them.
 
-One process runs the batches of a folder: the one that holds its lock. All that it does can be repeated. After a crash
-the next owner looks at each batch's status and at the lines that have an answer, and goes on from there.
+One process runs the batches of a folder: the one that holds its lock. Each of its actions can be repeated. After a
+crash, the next owner reads each batch's status and the lines that have an answer, and continues.
 
 A line is answered by the application itself, as a request that has passed authentication: the same schemas, limits and
 errors, without a socket. Its answer counts when it is on disk. docs/design/batches.md has the reasons.
@@ -90,7 +90,7 @@ class BatchRunner:
     def __init__(
         self, service: Service, keyring: Keyring, storage: BatchStorage, answer: ASGIApp, app_scope: dict[str, Any]
     ) -> None:
-        """`answer` is the application behind authentication; `app_scope` is what all its scopes contain."""
+        """`answer` is the application below the authentication layer; `app_scope` is what all its scopes contain."""
         self._service = service
         self._keyring = keyring
         self._storage = storage
@@ -327,10 +327,10 @@ class BatchRunner:
     async def _begin(
         self, batch: BatchRecord, line: RequestLine, request_id: str
     ) -> asyncio.Task[tuple[int, float, bytes]]:
-        """Begin to ask, and return when the prompt is computed, or the line waits until its model is loaded.
+        """Send the line, and return when its prompt is computed, or when it waits for its model to load.
 
-        Until then no other line begins. So whatever else comes finds one line's prompt before it, not those of many.
-        But loading takes minutes, and lines for other models do not wait for it.
+        Until then no other line begins. So another request waits for the prompt of one line at most, not of many. But
+        loading takes minutes, and lines for other models do not wait for it.
         """
         state: dict[str, Any] = {}
         asking = asyncio.create_task(self._ask(batch, line, request_id, state), name="line of a batch")
@@ -379,7 +379,7 @@ def _missing(batch: BatchRecord) -> LineError:
 
 
 def new_file_id() -> str:
-    """Return an id that nobody can guess."""
+    """Return an id that cannot be guessed."""
     return f"file-{secrets.token_hex(12)}"
 
 
@@ -407,7 +407,7 @@ class _ResultWriter:
         await written
 
     async def stop(self) -> None:
-        """Finish the transaction that has begun. Those who wait for another one are gone."""
+        """Finish the transaction that has begun. No caller waits for another one any more."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=RETRY_S)
             self._writing.cancel()

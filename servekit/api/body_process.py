@@ -16,7 +16,7 @@ from servekit.api.schemas.packed_body import DecodeBody, PackedBody, Refusal, pa
 from servekit.protocol.child_process import die_with_parent, ignore_signals, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 
-NICENESS = 5  # where processors are scarce, the model and small bodies go first
+NICENESS = 5  # if processors are busy, the model and small bodies go first
 DESCRIPTION = "Decode large request bodies for the server."
 
 

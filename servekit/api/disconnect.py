@@ -28,7 +28,7 @@ class Disconnect:
             callback()
 
     def happen(self) -> None:
-        """The client has disconnected. Idempotent."""
+        """Note that the client has disconnected. Idempotent."""
         if self.has_happened:
             return
         self.has_happened = True

@@ -1,4 +1,4 @@
-"""GET /docs: the API for people, on one page where every route can be tried. It needs no network but this server."""
+"""GET /docs: show the API on one page where every route can be tried. It loads nothing from other servers."""
 
 from __future__ import annotations
 

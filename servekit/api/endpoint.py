@@ -55,7 +55,7 @@ def counters_of(scope: Scope, models: Models) -> HttpCounters:
 
 
 def mark(request: Request, cause: TimeCause) -> None:
-    """Note what the request's time since the last mark was for."""
+    """Note the cause of the request's time since the last mark."""
     times: RequestTimes | None = getattr(request.state, "times", None)
     if times is not None:  # the lines of batches have none
         times.mark(cause)

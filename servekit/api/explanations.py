@@ -1,4 +1,4 @@
-"""Keep what is needed to explain requests: those that run, and the last ones that have ended.
+"""Keep the data to explain requests: those that run, and the last ones that have ended.
 
 An explanation is computed when it is requested. What it needs is kept for MAX_ENDED requests after their end, or for
 fewer if their histories are long. If there are too many, the oldest one of the tenant that has the most is forgotten.

@@ -1,4 +1,4 @@
-"""A request that the server makes to its own application, behind authentication and without a socket."""
+"""Send a request to the server's own application, below the authentication layer and without a connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send copies of requests to another model, and throw its answers away: to try a version under real traffic.
+"""Send copies of requests to another model, and discard its answers: a test of a new version under real traffic.
 
 A copy must not hurt real requests. So it begins when its original has been answered, with the lowest priority, and only
 if its model is loaded and nothing waits; otherwise it is dropped. It does not take the last connection to a model's own
@@ -33,7 +33,7 @@ LOWEST_PRIORITY = 1000
 
 
 class Copy(Struct, frozen=True):
-    """A request that may be copied: what it said, and which model gets the copy."""
+    """A request that may be copied: its body, and which model gets the copy."""
 
     model: str
     path: str

@@ -18,8 +18,8 @@ _BOUNDARY = re.compile(
     r"""multipart/form-data\s*;(?:.*;)?\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.I | re.S
 )
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data\s*;(.*)$", re.I | re.M)
-# One parameter, and the semicolon behind it. Parameters are matched one behind the other, from the beginning. To search
-# for them in 8 KB of letters takes half a second: a search begins again at each letter.
+# One parameter, and the semicolon after it. Parameters are matched one after the other, from the beginning. Searching
+# for them in 8 KB of letters takes half a second, because a search begins again at each letter.
 _PARAMETER = re.compile(rb'\s*([a-z*]+)=(?:"((?:[^"\\\r\n]|\\.)*)"|[^";\s]*)\s*(?:;|$)', re.I)
 
 

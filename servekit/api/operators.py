@@ -1,4 +1,4 @@
-"""What only operators may do."""
+"""Check that a request comes from an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the interface that carries bytes to and from a worker: the pipes of a child process, or a socket."""
+"""Define the interface that carries bytes to and from a worker: pipes of a child process, or a socket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ OnEnd = Callable[[str], None]
 
 
 class ByteStream(Protocol):
-    """Bytes to and from one worker. A stream exists for one worker only. All methods are called on the event loop's
-    thread.
+    """Bytes to and from one worker. All methods are called on the event loop's thread.
 
     So a message of one worker can never be mistaken for one of its successor.
     """

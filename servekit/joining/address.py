@@ -1,4 +1,4 @@
-"""Where workers join: the path of a Unix socket, or a host and a port."""
+"""Parse the address at which workers join: the path of a Unix socket, or a host and a port."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Keep one worker joined to a server: connect, authenticate, run a worker process, and connect again when that ends.
 
 The agent holds no model. For each connection it starts a worker process, or one for each rank that the server asks for,
-as a server does for a worker of its own, and passes the messages between them and the server. So a worker that joins is
-the same program as any other worker, a crash of it or of its device ends children of the agent only, and a new
-connection never sees what an old one has left behind.
+as a server does for a worker of its own, and passes the messages between them and the server. So a worker that joins
+runs the same program as any other worker. A crash of the worker or of its device ends only children of the agent. A new
+connection never sees the state of an old one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEAVE_TIMEOUT_S = 25.0
 
 
 class AgentSettings(Struct, frozen=True):
-    """Which server to join, and with what."""
+    """The server to join, and the settings of this worker."""
 
     address: UnixAddress | TcpAddress
     key: bytes
@@ -152,7 +152,7 @@ class _Service:
         self._frames = frames
         self._worker: LocalWorker | None = None
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._is_used = False  # the server has sent a message behind the first one
+        self._is_used = False  # the server has sent a message after the first one
         self._failure: ConfigError | HandshakeFailed | None = None
 
     async def run(self) -> str:

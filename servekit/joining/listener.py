@@ -2,8 +2,9 @@
 
 Every process that can reach the socket can connect. So everything is bounded before the handshake has succeeded: how
 many connections are open, how many are accepted in a second, how long a handshake takes, and how long its frames are.
-When all places are taken, the oldest connection of the host with the most of them is closed. So a host that opens many
-connections loses its own, and a worker's handshake, which takes milliseconds, is among the youngest.
+When all places are taken, the oldest connection of the host with the most connections is closed. So a host that opens
+many connections loses its own ones. A worker's handshake takes milliseconds, so it is among the youngest and is not
+closed.
 """
 
 from __future__ import annotations
@@ -172,13 +173,13 @@ class WorkerListener:
             log.error("a worker could not join", exc_info=error)
 
     def _refused(self, reason: JoinRefusal, why: str) -> None:
-        """Count and log a connection of anyone."""
+        """Count and log a connection of an unauthenticated client."""
         self.num_refused += 1
         self._handler.join_refused(reason)
         self._log.warning(why)
 
     def _worker_refused(self, reason: JoinRefusal, why: str) -> None:
-        """Count and log a worker that has the key. Strangers cannot cause these log lines, so they have no limit."""
+        """Count and log a worker that has the key. Clients without it cannot cause these lines: no limit."""
         self.num_refused += 1
         self._handler.join_refused(reason)
         log.warning("%s", why)

@@ -1,4 +1,4 @@
-"""The processes on an agent's machine: one worker process, or a group of ranks that is one worker to the server."""
+"""Run the processes on an agent's machine: one worker process, or a group of ranks that acts as one worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OnEnd = Callable[[str], None]
 
 
 class LocalWorker(Protocol):
-    """What executes plans here. `on_message` gets its encoded messages, and `on_end` once why there are no more."""
+    """The processes that execute plans. `on_message` gets their messages, encoded; `on_end` gets why they end, once."""
 
     def send(self, payload: bytes) -> None:
         """Pass on an encoded message of the server. Raises DecodeError if it cannot be read."""
@@ -81,7 +81,7 @@ class LocalProcess:
 
 
 class LocalGroup:
-    """A group of ranks. The agent compares what they answer, and sends heartbeats in their place.
+    """A group of ranks. The agent compares their answers, and sends heartbeats for them.
 
     Whether a rank is silent or has ended is noticed here. How long a step may take is decided by the server.
     """

@@ -1,4 +1,4 @@
-"""Keep the process running that places workers on a cluster. They join this server like any other worker."""
+"""Keep a process running that starts workers on a cluster. They join this server like any other worker."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class WorkerPlacer:
                 self._on_failure(msgspec.json.decode(line, type=PlacementFailed).message)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Let the process end the workers, and kill it if it takes too long."""
+        """Let the process end the workers, and kill the process if this takes too long."""
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):

@@ -362,7 +362,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         limit = f"{self.limits.header_timeout:g} s (header_timeout)"
         if self.cycle is None and self._num_unreported_bytes == 0:
             self._note_refusal(RequestTimeout.code, f"no request arrived within {limit}")
-            self.transport.close()  # browsers open connections early, and would use a 408 as the answer to a later request
+            self.transport.close()  # browsers connect early; a 408 would answer a later request
             return
         self._refuse(RequestTimeout(f"the request's headers did not arrive within {limit}; send them faster"))
 

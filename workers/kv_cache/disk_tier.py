@@ -1,8 +1,9 @@
-"""Keep blocks in files, one for each, so that the next worker finds them.
+"""Keep KV blocks in files, one file for each block, so that the next worker finds them.
 
-A file begins with what it is: the format, the identity of the model, the block's key, and a checksum. The identity
-covers all that a block's bytes depend on. A file that is not exactly that is deleted when it is read, and the block is
-computed again. The checksum finds damage, not malice: who may write to the folder may change answers, so it is private.
+A file begins with a header: the format, the identity of the model, the block's key, and a checksum. The identity covers
+everything that a block's bytes depend on. If a header does not match, the file is deleted, and the block is computed
+again. The checksum detects damage, but not changes on purpose: a user who may write to the folder can change answers.
+So the folder is private.
 
 Files are written by a thread, without waiting for the disk: a file that a power failure cuts off does not pass the
 check. If the disk is slower than what is stored, blocks are left out.
@@ -98,7 +99,7 @@ class DiskTier:
             return number
 
     def write(self, key: bytes, block: bytes) -> None:
-        """Write a block some time soon, unless too much waits for the disk."""
+        """Write a block soon, unless too many blocks wait for the disk."""
         with self._lock:
             if len(self._waiting) >= self._max_waiting:
                 self._num_unwritten += 1
@@ -146,7 +147,7 @@ class DiskTier:
         for _, key in sorted(found):
             self._keys[key] = None
         self._delete_oldest()
-        self._dropped = []  # nobody knows of them yet
+        self._dropped = []  # no manager knows these keys yet
         if self._keys:
             log.info("found %d offloaded KV blocks in %s", len(self._keys), self._folder)
 

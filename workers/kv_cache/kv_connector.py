@@ -1,4 +1,4 @@
-"""Keep blocks outside the device's KV cache, and bring them back: in the host's memory, and on its disk.
+"""Keep KV blocks outside the device's KV cache, in the host's memory and on its disk, and load them again.
 
 A block's key is the hash of the whole prefix up to its end (`servekit/scheduler/prefix_cache.py`), so blocks with one
 key hold the same. The workload manager decides which blocks are stored and loaded (`servekit/scheduler/kv_connector.py`
@@ -22,14 +22,14 @@ from workers.kv_cache.pages import KVCache
 
 MAX_KEYS = 2**16  # that a new worker announces: more would hold up the server
 MAX_DROPPED = 2**14  # keys in one report: a message has a bound
-BATCH_BLOCKS = 64  # that are copied or read at once: what is copied takes memory beside the buffer
+BATCH_BLOCKS = 64  # that are copied or read at once: the copies take memory beside the buffer
 
 
 class KVConnector(Protocol):
-    """Where a worker's blocks go to and come from, beside its own steps.
+    """Stores blocks of a worker outside its KV cache, and loads them again.
 
-    A connector that hands sequences to another worker has the same two calls: there a store is what is sent, and the
-    receiving worker's manager learns the keys as it learns those that a new worker finds on its disk.
+    A connector that sends sequences to another worker would have the same two calls: a store would send a block, and
+    the receiving worker would announce the keys like those that a new worker finds on its disk.
     """
 
     def transfer(self, plan: StepPlan) -> TransferReport:
@@ -39,7 +39,7 @@ class KVConnector(Protocol):
         """The blocks that can be loaded, the last ones those that were used last."""
 
     def stop_writing(self) -> None:
-        """Store nothing from now on that outlives the worker.
+        """From now on, store nothing that exists longer than the worker.
 
         A LoRA adapter has failed. Rows that were computed without it have blocks under its name, and only this worker
         knows that the adapter is not served any more.
@@ -49,9 +49,9 @@ class KVConnector(Protocol):
 class OffloadingConnector:
     """Keeps blocks in a buffer of the host's memory; with a disk tier, there as well.
 
-    A row of the buffer has a block's keys and values of all layers, as they lie in the pages. Everything is written to
-    the disk as soon as it is stored, so a block that is dropped from memory is still there. What is read from the disk
-    goes to memory first.
+    A row of the buffer has a block's keys and values of all layers, as they lie in the pages. Each block is written to
+    the disk as soon as it is stored, so a block that is dropped from memory is still on the disk. Blocks that are read
+    from the disk go to memory first.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, disk: DiskTier | None = None) -> None:

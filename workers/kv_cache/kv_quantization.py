@@ -1,7 +1,7 @@
 """The number formats of KV pages: the model's own dtype, or one byte per number and a scale per vector.
 
-A format says what is stored, and `encode` and `decode` define it. Where the bytes and scales of a block lie is the
-layout of an attention backend.
+A format defines the stored numbers, by `encode` and `decode`. Each attention backend defines where the bytes and scales
+of a block are.
 """
 
 from __future__ import annotations

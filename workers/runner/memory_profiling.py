@@ -1,4 +1,4 @@
-"""Work out how much of a GPU's memory is left for the KV cache: what the worker may use, less everything else's."""
+"""Compute how much of a GPU's memory is left for the KV cache: the worker's share, less all other uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemoryUse:
 
     total: int
     free: int  # before anything was computed
-    kept: int  # what stays beside the cache after steps were computed: graphs, logits, workspaces, the token table
+    kept: int  # memory that stays allocated beside the cache after steps: graphs, logits, workspaces, the token table
     step: int  # what the largest step takes in addition, at its peak
 
 

@@ -1,9 +1,8 @@
 """Execute step plans: owns the model, its KV pages and the token table.
 
-A plan's way through the runner: `launch` prepares a batch, `_execute` runs the forward pass and chooses tokens, and the
-outputs are read once the device has passed an event. Where memory does not hold a step, `_execute_in_parts` does the
-same with a few tokens at a time. With speculative decoding, the plan gets its drafts before all that, and the outputs
-are cut to spans afterwards.
+`launch` prepares a batch, `_execute` runs the forward pass and chooses tokens, and the outputs are read when the device
+has passed an event. If a step does not fit into memory, `_execute_in_parts` does the same with a few tokens at a time.
+With speculative decoding, the plan first gets its drafts, and at the end the outputs are cut to spans.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ KV_CACHE_REMEDY = "lower --kv-cache-memory-bytes or --num-kv-blocks"
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens that a step chose, on their way to the host, and what is known of them."""
+    """The tokens that a step chose, while they are copied to the host, with their logprobs and errors."""
 
     token_ids: Tensor  # [num_sampled] int64
     logprobs: PendingSampledLogprobs | None  # None where no row asks
@@ -103,7 +102,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Everything that a launched step computes for the manager, on its way to the host."""
+    """All outputs of a launched step for the manager, while they are copied to the host."""
 
     plan: StepPlan
     sampled: SampledTokens | None  # None where no chunk samples
@@ -228,12 +227,12 @@ class ModelRunner:
 
     @property
     def drafter(self) -> Drafter | None:
-        """What makes drafts; None without speculative decoding."""
+        """The drafter; None without speculative decoding."""
         return None if self._speculator is None else self._speculator.drafter
 
     @property
     def target(self) -> Target:
-        """What a drafter may read of this runner."""
+        """The part of this runner that a drafter may read."""
         return Target(self.loaded, self._settings, self.attention, self.cache, self.table)
 
     @property
@@ -367,7 +366,7 @@ class ModelRunner:
         try:
             return self._execute(plan, batch)
         except OutOfMemory as error:
-            # The other ranks wait for this one, and cannot be called back: the server ends all of them.
+            # The other ranks wait for this one, and cannot be interrupted: the server ends all of them.
             if self.loaded.ranks is not None:
                 raise
             reason = str(error)
@@ -658,7 +657,7 @@ def _capture(runner: ModelRunner) -> None:
         return
     try:
         runner.capture_decodes(CudaCapture())
-    except RuntimeError as error:  # a model's own layers may do what no graph can hold
+    except RuntimeError as error:  # a model's own layers may contain operations that no graph can capture
         log.warning("decode steps are launched one kernel at a time: capturing a CUDA graph failed: %s", error)
 
 

@@ -1,4 +1,4 @@
-"""Split a step's plan into smaller ones, for when memory does not hold all intermediate values at once."""
+"""Split a step's plan into smaller ones, if memory does not hold all intermediate values at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def split_plan(plan: StepPlan, max_tokens: int) -> Iterator[PlanPart]:
     plan. So a part can be executed twice without harm: it writes the same values to the same cells.
 
     The rows of a chunk with drafts may be in several parts. What the first of them samples replaces the draft in the
-    token table. If it differs, the draft is rejected, and with it everything that later parts compute behind it.
+    token table. If it differs, the draft is rejected, and so is everything that later parts compute after it.
     """
     chunks: list[ScheduledChunk] = []
     indices: list[int] = []

@@ -1,4 +1,4 @@
-"""Simulate a device and a model: steps take as long as their model of time says, and answers are bytes."""
+"""Simulate a device and a model: steps take the time that a formula gives, and answers are bytes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SimulatedRunner:
         return done(result)
 
     def load_adapter(self, adapter: LoraAdapter) -> AdapterLoaded:
-        """Take any directory for an adapter: it changes nothing."""
+        """Accept any directory as an adapter, without effect."""
         return AdapterLoaded("" if Path(adapter.path).is_dir() else f"{adapter.path!r} is no directory")
 
     def list_blocks(self, start: int) -> BlocksListed:
-        """List nothing: a new worker holds nothing."""
+        """Return an empty list: a new simulated worker holds no blocks."""
         return BlocksListed()
 
     def _drafts(self, plan: StepPlan) -> dict[int, tuple[int, int]]:

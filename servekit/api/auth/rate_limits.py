@@ -1,8 +1,8 @@
 """Limit what one API key may use: requests and sequences at the same time, and requests and tokens per minute.
 
-A request counts from its headers on. What it asks for is known when its body is read: from then on its sequences count,
-and the tokens that it may take are reserved. When the request ends, the tokens that it used are charged to the key, and
-the rest is released. An answer whose length the client leaves open is charged while it is generated (`OpenAnswer`).
+A request counts from its headers on. When its body is read, its sequences count as well, and the tokens that it may
+take are reserved. When the request ends, the tokens that it used are charged to the key, and the rest is released. An
+answer whose length the client leaves open is charged while it is generated (`OpenAnswer`).
 
 The caller passes the time, in seconds on a clock that never goes back.
 """
@@ -19,8 +19,8 @@ from servekit.errors import InvalidRequest, RateLimited
 
 Limit = Annotated[int, Meta(ge=1, le=2**40)]
 
-# Reserved at a time for an answer whose length the client leaves open. To reserve the whole context would admit clients
-# one at a time, although most answers are much shorter.
+# Reserved at a time for an answer without max_tokens. If the whole context were reserved, clients would be admitted one
+# at a time, although most answers are much shorter.
 OPEN_ANSWER_TOKENS = 1024
 
 # Of a token. A client that waits exactly Retry-After seconds must be admitted, although sums of floats are inexact.

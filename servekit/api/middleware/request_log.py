@@ -61,7 +61,7 @@ def _request_id(scope: Scope) -> str:
 
 
 class _Exchange:
-    """Add the request id and what the choice of the model tells to one response, and note its status for the log."""
+    """Adds the request id and the headers of the model choice to one response, and notes its status for the log."""
 
     def __init__(self, request_id: str, state: dict[str, Any], send: Send) -> None:
         self._id_header = (b"x-request-id", request_id.encode())

@@ -1,4 +1,4 @@
-"""Read a chat's answer as a row of blocks: reasoning, texts and tool calls, each of which begins, grows and ends.
+"""Read a chat's answer as a sequence of blocks (reasoning, texts, tool calls) that begin, grow and end.
 
 Anthropic's API and OpenAI's Responses write answers in this way, streamed or not.
 """

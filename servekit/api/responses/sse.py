@@ -79,13 +79,13 @@ class KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, queue: ClientQueue) -> None:
-        """The queue's stream begins, or has just sent something."""
+        """Note that the queue's stream begins, or has just sent something."""
         self._silent_since_s[queue] = time.monotonic()
         if self._timer is None and self._interval_s:
             self._timer = asyncio.get_running_loop().call_later(self._interval_s / 4, self._wake_silent)
 
     def forget(self, queue: ClientQueue) -> None:
-        """The queue's stream has ended."""
+        """Note that the queue's stream has ended."""
         self._silent_since_s.pop(queue, None)
 
     def _wake_silent(self) -> None:

@@ -58,7 +58,7 @@ class Frame(NamedTuple):
 
 
 class Viewers:
-    """Counts those who watch, so that they are not too many."""
+    """Counts the viewers, and limits their number."""
 
     def __init__(self, models: Models) -> None:
         self._models = models

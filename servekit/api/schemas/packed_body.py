@@ -237,7 +237,7 @@ def _truncated(prompt: Any, name: str, truncate: int | None, max_tokens: int) ->
 
 
 def _beginnings(value: Any, max_tokens: int) -> Any:
-    """Return inputs without the token ids behind the first ones, of which the engine uses none: millions of them."""
+    """Return inputs with only their first token ids: the engine does not use the others, which may be millions."""
     if isinstance(value, str) or isinstance(value[0], str):
         return value
     return value[:max_tokens] if isinstance(value[0], int) else [token_ids[:max_tokens] for token_ids in value]
