@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(serve)
     doctor = commands.add_parser(
         "doctor",
-        help="look at the machine, and say what is broken or will be slow",
-        description="Look at this machine and the model, and say what is broken or will be slow, why, and what to do. "
+        help="check this machine, and report what is broken or will be slow",
+        description="Check this machine and the model. Report what is broken or will be slow, why, and what to do. "
         "It takes all settings of servekit serve, so write the command of the server with doctor in place of serve. "
         "Exit with 1 if something is broken.",
         argument_default=argparse.SUPPRESS,
@@ -107,10 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(doctor)
     top = _client_parser(commands, "top", "watch a server's scheduler in the terminal")
     top.description = (
-        "Watch a server's scheduler in the terminal; q quits, and Tab shows the next one of several models. If the "
-        "output is not a terminal, print one frame as text."
+        "Watch a server's scheduler in the terminal. q quits, and Tab shows the next model, if there are several. If "
+        "the output is not a terminal, print one frame as text."
     )
-    top.add_argument("--model", metavar="NAME", help="which one of the server's models to show first")
+    top.add_argument("--model", metavar="NAME", help="model to show first, if the server has several")
     chat = _client_parser(commands, "chat", "talk to the model of a server in the terminal")
     chat.description = (
         "Talk to the model of a server in the terminal. If the input is not a terminal, each of its lines is a message."
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain_parser(commands)
     completion = commands.add_parser(
         "completion",
-        help="print the shell's completion of these commands",
+        help="print a script that completes these commands in a shell",
         description="Print a script that completes servekit's command line in a shell (docs/installation.md).",
     )
     completion.add_argument("shell", choices=SHELLS, help="the shell")
@@ -141,8 +141,8 @@ def _add_replay_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "replay",
         help="repeat the decisions of a server from its journal, or try other settings",
         description="Feed the journal of `servekit serve --journal` to a new scheduler and compare every step; exit "
-        "with 1 at the first difference. With any other argument, play its requests in virtual time with these "
-        "settings, and print what would have happened beside what did.",
+        "with 1 at the first difference. With any of the settings below, simulate its requests in virtual time with "
+        "these settings, and print the simulated figures beside the recorded ones.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -150,37 +150,43 @@ def _add_replay_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
     add("file", metavar="FILE", type=Path, help="a journal file; each file is replayed by itself")
     add("--scheduling-policy", choices=("fcfs", "priority", "shortest", "fair"), help="order of the waiting queue")
     add("--num-kv-blocks", metavar="NUM", type=_positive, help="KV blocks in the pool")
-    add("--block-size", metavar="NUM", type=_positive, help="tokens of a KV block; the pool holds as many as before")
+    add(
+        "--block-size",
+        metavar="NUM",
+        type=_positive,
+        help="tokens of a KV block; the pool holds as many tokens as before",
+    )
     add("--max-num-seqs", metavar="NUM", type=_positive, help="maximum sequences that run at the same time")
     add("--max-num-batched-tokens", metavar="NUM", type=_positive, help="maximum tokens of one step")
     add("--max-steps-in-flight", metavar="NUM", type=_positive, help="maximum steps that are sent ahead")
-    add("--itl-target-ms", metavar="MS", type=_share, help="target inter-token latency; 0 for none")
+    add("--itl-target-ms", metavar="MS", type=_share, help="target inter-token latency in milliseconds; 0 for none")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prompts")
     add("--model", metavar="SPEC", help="sim:SPEC: step times of another device (docs/simulated_model.md)")
-    add("--out", metavar="DIR", type=Path, help="write replay.html, a page with the picture, into this folder")
-    add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
+    add("--out", metavar="DIR", type=Path, help="write replay.html, a page with charts, into this folder")
+    add("--json", dest="as_json", action="store_true", help="print JSON instead of text")
 
 
 def _add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "explain",
-        help="print where the time of a sequence went, from a journal",
+        help="explain from a journal where the time of a sequence went",
         description="Replay the journal of `servekit serve --journal`, and split the time of one of its sequences into "
-        "causes, which sum to it (docs/explain.md). A running server answers GET /v1/requests/ID/explain.",
+        "causes; the times of the causes sum to it (docs/explain.md). A running server answers GET "
+        "/v1/requests/ID/explain.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="a journal file")
     add("sequence_id", metavar="ID", type=int, help="the sequence's number: sequence_id of its request's explanation")
-    add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
-    add("--out", metavar="DIR", type=Path, help="write explain.html, a page with the picture, into this folder")
+    add("--json", dest="as_json", action="store_true", help="print JSON instead of text")
+    add("--out", metavar="DIR", type=Path, help="write explain.html, a page with a timeline, into this folder")
 
 
 def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
-        help="compute what a model needs on a device, and what it could serve there",
+        help="estimate the memory, speed and cost of a model on a device",
         description="Compute memory, step times, latencies, the number of replicas and the cost of a service, from a "
         "model's config.json, the data sheet of a device, and a simulation of the scheduler.",
         argument_default=argparse.SUPPRESS,
@@ -191,30 +197,35 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add(
         "--models",
         metavar="FILE",
-        help="in the place of MODEL: print on which device each model of a model file is, and nothing else",
+        help="instead of MODEL: only print on which device each model of a model file is placed",
     )
     add("--device", metavar="NAME", help="h100, h200, b200, a100, l40s, l4, a10, rtx4090, mi300x (default: h100)")
     add("--devices-file", metavar="FILE", type=Path, help="TOML file with devices of your own (docs/planning.md)")
     add("--weights", metavar="FORMAT", help="float32, bfloat16, fp8, int8, int4, w4a8 or nf4 (default: as stored)")
     add("--kv-cache", metavar="FORMAT", help="float32, bfloat16, int8 or fp8_e4m3 (default: bfloat16)")
-    add("--tensor-parallel-size", metavar="NUM", type=_positive, help="devices that share one replica (default: 1)")
+    add(
+        "--tensor-parallel-size",
+        metavar="NUM",
+        type=_positive,
+        help="devices among which each replica is divided (default: 1)",
+    )
     add("--prompt-tokens", metavar="NUM", type=_positive, help="mean length of prompts (default: 1000)")
     add("--output-tokens", metavar="NUM", type=_positive, help="mean length of answers (default: 200)")
     add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: eight times the mean)")
     add("--trace", metavar="JOURNAL", type=Path, help="draw lengths from the requests of a journal of servekit serve")
     add("--rate", metavar="NUM", type=_share, help="requests per second of the whole service")
     add("--slo", metavar="LIMITS", help="limits for 99 %% of the requests (default: ttft:1s,tpot:50ms)")
-    add("--price-per-hour", metavar="NUM", type=_share, help="price of one device")
+    add("--price-per-hour", metavar="NUM", type=_share, help="price of one device for an hour")
     add(
         "--api-price",
         metavar="NUM",
         type=_share,
-        help="price of an API for a million tokens, prompts and answers alike",
+        help="price of an API for a million tokens of prompts or answers, to compare with",
     )
     add(
         "--step-times",
         metavar="SPEC",
-        help="sim:SPEC: step times that were measured, in place of the data sheet's (docs/planning.md)",
+        help="sim:SPEC: measured step times, instead of those computed from the data sheet (docs/planning.md)",
     )
     add(
         "--requests",
@@ -222,39 +233,44 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         type=_positive,
         help="requests of each simulated run (default: three for each slot)",
     )
-    add("--out", metavar="DIR", type=Path, help="write plan.html, a page with pictures, into this folder")
-    add("--json", dest="as_json", action="store_true", help="print JSON in the place of text")
+    add("--out", metavar="DIR", type=Path, help="write plan.html, a page with charts, into this folder")
+    add("--json", dest="as_json", action="store_true", help="print JSON instead of text")
 
 
 def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "lab",
         help="compare ways of batching on one workload",
-        description="Play one workload with batching one by one, static, dynamic and continuous, without and with "
-        "chunked prefill, in virtual time, and print the figures of each. With an ABLATION, change one thing instead: "
-        "kv-cache, chunks, block-size, prefix-cache, memory or batch-size.",
+        description="Simulate one workload in virtual time with each mode of batching, and print the figures of each: "
+        "one request at a time, static, dynamic, and continuous batching without and with chunked prefill. With an "
+        "ABLATION, vary one setting instead: kv-cache, chunks, block-size, prefix-cache, memory or batch-size.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("ablation", nargs="?", metavar="ABLATION", help="one setting to vary, instead of comparing modes")
     add("--workload", metavar="NAME", help="textbook, chat or documents (default: chat)")
-    add("--requests", metavar="NUM", type=_positive, help="requests of the workload (default: 64; of textbook: 8)")
+    add("--requests", metavar="NUM", type=_positive, help="requests of the workload (default: 64; for textbook 8)")
     add("--seed", metavar="NUM", type=_whole, help="seed of lengths and arrivals (default: 0)")
     add(
         "--load",
         metavar="SHARE",
         type=_share,
-        help="arrivals, as a share of what continuous batching can serve (default: 0.8)",
+        help="arrival rate, as a share of the rate that continuous batching can serve (default: 0.8)",
     )
-    add("--modes", metavar="NAMES", type=_names, help="modes to play, separated by commas (default: all)")
+    add("--modes", metavar="NAMES", type=_names, help="modes to simulate, separated by commas (default: all)")
     add("--model", metavar="MODEL", help="sim:SPEC (docs/simulated_model.md); with --real a model (default: demo)")
-    add("--real", action="store_true", help="also play each mode with a real model in a worker process")
-    add("--slots", metavar="NUM", type=_positive, help="requests that run at a time (default: 8)")
+    add("--real", action="store_true", help="also run each mode with a real model in a worker process")
+    add("--slots", metavar="NUM", type=_positive, help="requests that run at the same time (default: 8)")
     add("--kv-tokens", metavar="NUM", type=_positive, help="tokens that the KV cache holds (default: 4096)")
     add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: 1024; with --real 512)")
     add("--block-size", metavar="NUM", type=_positive, help="tokens of a KV block (default: 16)")
-    add("--chunk-tokens", metavar="NUM", type=_positive, help="tokens of a step, with chunked prefill (default: 64)")
+    add(
+        "--chunk-tokens",
+        metavar="NUM",
+        type=_positive,
+        help="maximum tokens of a step with chunked prefill (default: 64)",
+    )
     add(
         "--max-delay-ms",
         metavar="MS",
@@ -264,7 +280,7 @@ def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     add("--paged", action=argparse.BooleanOptionalAction, help="KV memory in pages, or in one piece (default: pages)")
     add("--prefix-cache", action=argparse.BooleanOptionalAction, help="reuse KV of equal prompts (default: yes)")
     add("--out", metavar="DIR", type=Path, help="also write the timelines as a page: DIR/lab.html")
-    add("--json", dest="as_json", action="store_true", help="print JSON in the place of tables")
+    add("--json", dest="as_json", action="store_true", help="print JSON instead of tables")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -306,24 +322,32 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser = commands.add_parser(
         "eval",
         help="measure the quality of a server's model, or compare it with another server's",
-        description="Measure perplexity and right answers of the model at --url, or of MODEL, which is served for the "
-        "evaluation. With --against or --quantization, compare it with another one, and exit with 1 if it is "
+        description="Measure perplexity and right answers of the model at --url, or of MODEL, which is then served for "
+        "the evaluation. With --against or --quantization, compare it with another model, and exit with 1 if it is "
         "significantly worse by more than a limit.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="model to serve for the evaluation, as servekit serve takes it")
-    add("--quantization", metavar="KIND", help="serve MODEL with it, and by default compare with MODEL without it")
-    add("--url", help="address of a server, in the place of MODEL; any server with OpenAI's API")
+    add(
+        "--quantization",
+        metavar="KIND",
+        help="serve MODEL with this quantization, and by default compare it with MODEL without quantization",
+    )
+    add("--url", help="address of a server with OpenAI's API, instead of MODEL")
     add("--against", metavar="URL", help="address of the server to compare with, such as one without quantization")
-    add("--served-model-name", metavar="NAME", help="which model at --url, if it has several (default: the first)")
+    add("--served-model-name", metavar="NAME", help="model at --url, if it has several (default: the first)")
     add(
         "--against-model-name",
         metavar="NAME",
-        help="the same for --against; without --against, compare with this model at --url",
+        help="model at --against; without --against, a model at --url to compare with",
     )
-    add("--api-key", metavar="KEY", help="API key for both; other users do not see the variable SERVEKIT_API_KEY")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="API key for both servers; unlike this flag, SERVEKIT_API_KEY is not visible to other users",
+    )
     add(
         "--text",
         metavar="FILE",
@@ -335,17 +359,30 @@ def _add_eval_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         action="append",
         help="questions as JSON lines, or demo for the demo model's; may be given several times",
     )
-    add("--chat", action="store_true", help="ask prompts as messages, so that the server applies its chat template")
-    add("--limit", metavar="NUM", type=_positive, help="take at most this many questions or documents of each file")
+    add(
+        "--chat",
+        action="store_true",
+        help="send questions as chat messages, so that the server applies its chat template",
+    )
+    add("--limit", metavar="NUM", type=_positive, help="use at most this many questions or documents of each file")
     add("--tokenizer", metavar="FILE", help="the model's tokenizer.json, for servers without the route /tokenize")
     add("--window", metavar="TOKENS", type=_positive, help="tokens of the text in one prompt (default: 1024)")
     add("--stride", metavar="TOKENS", type=_positive, help="tokens from window to window (default: half a window)")
-    add("--concurrency", metavar="NUM", type=_positive, help="requests at a time (default: 8)")
+    add("--concurrency", metavar="NUM", type=_positive, help="requests at the same time (default: 8)")
     add("--max-drop", metavar="SHARE", type=_share, help="tolerated drop of right answers (default: 0.01)")
-    add("--max-perplexity-increase", metavar="SHARE", type=_share, help="tolerated relative increase (default: 0.02)")
+    add(
+        "--max-perplexity-increase",
+        metavar="SHARE",
+        type=_share,
+        help="tolerated relative increase of perplexity (default: 0.02)",
+    )
     add("--judge-url", metavar="URL", help="server whose model compares the answers of both servers in pairs")
     add("--judge-model", metavar="NAME", help="name of the judge's model")
-    add("--judge-api-key", metavar="KEY", help="API key for the judge; other users do not see SERVEKIT_JUDGE_API_KEY")
+    add(
+        "--judge-api-key",
+        metavar="KEY",
+        help="API key for the judge; unlike this flag, SERVEKIT_JUDGE_API_KEY is not visible to other users",
+    )
     add("--output", metavar="FILE", type=Path, help="also write the result, as JSON (.json) or Markdown (.md)")
 
 
@@ -353,9 +390,9 @@ def _add_batch_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
     parser = commands.add_parser(
         "batch",
         help="answer a file of requests",
-        description="Send each request of FILE, a file as OpenAI's Batch API takes it, to the server at --url, or to "
-        "one of MODEL that is started for it, and write the answers to a file. If it is interrupted, the same command "
-        "continues: requests with an answer are not sent again.",
+        description="Send each request of FILE to a server, and write the answers to a file. FILE has the format of "
+        "OpenAI's Batch API. The server is the one at --url, or one that is started for MODEL. If the command is "
+        "interrupted, run it again to continue: requests with an answer are not sent again.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -364,10 +401,16 @@ def _add_batch_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
     add(
         "--output", metavar="FILE", type=Path, help="file of the answers (default: FILE with the ending .answers.jsonl)"
     )
-    add("--url", help="address of a server; any server with OpenAI's API (default: http://127.0.0.1:8000)")
-    add("--model", metavar="MODEL", help="model to serve for this, in the place of --url, as servekit serve takes it")
-    add("--api-key", metavar="KEY", help="API key for the server; other users do not see SERVEKIT_API_KEY")
-    add("--concurrency", metavar="NUM", type=_positive, help="requests at a time (default: 16)")
+    add("--url", help="address of a server with OpenAI's API (default: http://127.0.0.1:8000)")
+    add(
+        "--model", metavar="MODEL", help="model to serve for this command, instead of --url, as servekit serve takes it"
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="API key for the server; unlike this flag, SERVEKIT_API_KEY is not visible to other users",
+    )
+    add("--concurrency", metavar="NUM", type=_positive, help="requests at the same time (default: 16)")
 
 
 def _add_quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -392,27 +435,33 @@ def _add_quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentP
         "--group-size",
         metavar="NUM",
         type=_positive,
-        help=f"weights that share a scale (default: {GROUP_SIZE}; a row for eight bits)",
+        help=f"weights that share a scale (default: {GROUP_SIZE}; for eight bits a whole row)",
     )
     symmetry = parser.add_mutually_exclusive_group()
-    symmetry.add_argument("--symmetric", dest="is_symmetric", action="store_const", const=True, help="no zero points")
     symmetry.add_argument(
-        "--asymmetric", dest="is_symmetric", action="store_const", const=False, help="zero points (default: for w4a16)"
+        "--symmetric", dest="is_symmetric", action="store_const", const=True, help="without zero points"
     )
-    add("--calibration", metavar="FILE", help='texts that the model reads: a line each, or .jsonl with "text"')
-    add("--num-samples", metavar="NUM", type=_positive, help="samples of the texts (default: 128)")
-    add("--max-length", metavar="TOKENS", type=_positive, help="length of a sample (default: 512)")
+    symmetry.add_argument(
+        "--asymmetric",
+        dest="is_symmetric",
+        action="store_const",
+        const=False,
+        help="with zero points (the default for w4a16)",
+    )
+    add("--calibration", metavar="FILE", help='calibration texts: one on each line, or .jsonl with "text"')
+    add("--num-samples", metavar="NUM", type=_positive, help="number of samples of the texts (default: 128)")
+    add("--max-length", metavar="TOKENS", type=_positive, help="tokens of a sample (default: 512)")
     add("--seed", metavar="NUM", type=_whole, help="seed of the order of the texts (default: 0)")
     add(
         "--dampening",
         metavar="SHARE",
         type=_share,
-        help="of the mean of GPTQ's matrix, on its diagonal (default: 0.01)",
+        help="share of the mean diagonal of GPTQ's matrix that is added to the diagonal (default: 0.01)",
     )
     add(
         "--activation-order",
         action=argparse.BooleanOptionalAction,
-        help="GPTQ rounds the columns of the largest inputs first (default: yes)",
+        help="let GPTQ round the columns of the largest inputs first (default: yes)",
     )
 
 
@@ -421,8 +470,8 @@ def _add_convert_parser(commands: argparse._SubParsersAction[argparse.ArgumentPa
         "convert",
         help="write a model with pickled weights (pytorch_model.bin) as safetensors",
         description="Write a model with pickled weights (pytorch_model.bin) as safetensors, which servekit serve "
-        "reads. The files are read in a process that unpickles weights only, and may neither use the network nor write "
-        "to other directories.",
+        "reads. The process that reads the files unpickles only weights, and may neither use the network nor write to "
+        "other directories.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -131,8 +131,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     devices: Annotated[
         Annotated[str, Meta(pattern=r"^(cpu|cuda:\d+)(,(cpu|cuda:\d+))*$")] | None,
         Meta(
-            description="devices of the workers, for example cuda:0,cuda:1; with ranks one for each, in the order "
-            "replica, stage, tensor rank; replaces device, and data_parallel_size follows from their number"
+            description="devices of the workers, for example cuda:0,cuda:1; with ranks, one device for each rank, in "
+            "the order replica, stage, tensor rank; replaces --device, and determines the number of replicas"
         ),
     ] = None
     load_format: Annotated[
@@ -142,8 +142,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     quantization: Annotated[
         Literal["int8", "int4", "w4a8", "fp8", "nf4"] | None,
         Meta(
-            description="format that unquantized weights are rounded to as they are read (docs/quantization.md); by "
-            "default they stay as they are, and quantized checkpoints are read in their own format"
+            description="format to which unquantized weights are rounded while they are read (docs/quantization.md); "
+            "by default weights keep the format of the checkpoint"
         ),
     ] = None
     quantization_group_size: Annotated[
@@ -169,7 +169,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = 0.0
     max_image_pixels: Annotated[
-        int, Meta(ge=1, le=2**30, description="maximum pixels of an image that a classifier gets; more are refused")
+        int, Meta(ge=1, le=2**30, description="maximum pixels of an image for a classifier; larger images are refused")
     ] = 2**25
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block")] = 16
     num_kv_blocks: Annotated[
@@ -192,8 +192,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kv_offload_dir: Annotated[
         str | None,
         Meta(
-            description="folder in which each worker keeps such blocks as well, so that they survive a restart; needs "
-            "--kv-offload-memory-bytes. The files contain what was in prompts and answers"
+            description="folder in which each worker also keeps these blocks, so that they survive a restart; needs "
+            "--kv-offload-memory-bytes. The files contain data of prompts and answers"
         ),
     ] = None
     kv_offload_disk_bytes: Annotated[
@@ -207,16 +207,16 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Literal["auto", "fp8_e4m3", "int8"],
         Meta(
             description="data type of the KV cache; auto is the model's data type, int8 and fp8_e4m3 take one byte per "
-            "number and four per vector, which is a head of a token; int8 is more exact"
+            "number, plus four bytes for each head of a token; int8 is more exact"
         ),
     ] = "auto"
 
     speculative: Annotated[
         str,
         Meta(
-            description="speculative decoding: who makes the drafts, and at most how many for each step of a sequence; "
-            "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], mtp[:K]; "
-            "ngram+ before one of the last five puts prompt lookup before it (docs/speculative_decoding.md)"
+            description="speculative decoding: the drafter, and the maximum number K of drafts for each step of a "
+            "sequence; off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], "
+            "mtp[:K]; ngram+ before one of the last five tries prompt lookup first (docs/speculative_decoding.md)"
         ),
     ] = "off"
     lora: Annotated[
@@ -230,7 +230,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         bool,
         Meta(
             description="let operators load LoRA adapters at run time, from any directory of the server: POST "
-            "/v1/load_lora_adapter; with API keys, it needs one with admin = true"
+            "/v1/load_lora_adapter; if the server has API keys, this request needs one with admin = true"
         ),
     ] = False
     max_loras: Annotated[
@@ -238,8 +238,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=1,
             le=1024,
-            description="LoRA adapters that have requests at the same time; for each, the worker has memory of "
-            "--max-lora-rank",
+            description="maximum LoRA adapters that have requests at the same time; the worker reserves memory of "
+            "--max-lora-rank for each",
         ),
     ] = 8
     max_lora_rank: Annotated[
@@ -247,7 +247,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=1,
             le=512,
-            description="maximum rank of a LoRA adapter; on a CPU, memory is for the next multiple of 16",
+            description="maximum rank of a LoRA adapter; on a CPU, memory is reserved for the next multiple of 16",
         ),
     ] = 16
     max_steps_in_flight: Annotated[
@@ -290,8 +290,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     price_per_hour: Annotated[
         Annotated[float, Meta(ge=0.0, le=1e6)] | None,
         Meta(
-            description="price of one device for an hour, in any currency; with it, metrics and /info say what a "
-            "million tokens cost, of models that generate text"
+            description="price of one device for an hour, in any currency; with it, metrics and /info show what a "
+            "million tokens cost, for models that generate text"
         ),
     ] = None
     max_client_batch_size: Annotated[
@@ -518,7 +518,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         bool, Meta(description="record the token ids of prompts and answers, too; by default only their numbers")
     ] = False
     journal_max_bytes: Annotated[
-        int, Meta(ge=2**16, le=2**40, description="size of a journal file, in bytes, from which the next one begins")
+        int, Meta(ge=2**16, le=2**40, description="size of a journal file, in bytes, at which the next file begins")
     ] = 2**26
     journal_max_files: Annotated[
         int, Meta(ge=1, le=1000, description="number of journal files to keep: FILE, FILE.1, FILE.2 and so on")
