@@ -319,7 +319,7 @@ class OffloadMetrics(Observer):
         )
         loaded = metrics.labelled_counter(
             "kv_offload_loaded_blocks_total",
-            "KV blocks that were loaded instead of computed, by where they were: memory or disk.",
+            "KV blocks that were loaded instead of computed, by tier: memory or disk.",
             "tier",
         )
         self._loaded = {tier: loaded.labels(*metrics.label_values, tier) for tier in ("memory", "disk")}
@@ -332,7 +332,9 @@ class OffloadMetrics(Observer):
             "kv_offload_unwritten_blocks_total",
             "KV blocks that were not written to kv_offload_dir, because the disk was too slow or full.",
         )
-        size = metrics.labelled_gauge("kv_offload_bytes", "Bytes of the KV blocks that are kept, by where.", "tier")
+        size = metrics.labelled_gauge(
+            "kv_offload_bytes", "Bytes of offloaded KV blocks, by tier: memory or disk.", "tier"
+        )
         self._bytes = {tier: size.labels(*metrics.label_values, tier) for tier in ("memory", "disk")}
 
     def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
@@ -490,7 +492,7 @@ class _RemoteCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
         gauges = {
-            "num_connections": (stats.num_connections, "Requests that the server of a remote model answers."),
+            "num_connections": (stats.num_connections, "Requests that the server of a remote model is answering."),
             "num_waiting": (stats.num_waiting, "Requests that wait for a connection to the server of a remote model."),
         }
         for name, (value, text) in gauges.items():
@@ -574,10 +576,10 @@ class _PredictorCollector(Collector):
         stats = self._read_stats()
         gauges = {
             "items_waiting": ("Inputs that wait for a batch.", stats.num_waiting),
-            "tokens_waiting": ("Tokens of these, with padding.", stats.num_waiting_tokens),
+            "tokens_waiting": ("Tokens of inputs that wait for a batch, with padding.", stats.num_waiting_tokens),
             "batches_in_flight": ("Batches that were sent to the worker and not returned.", stats.num_in_flight),
             "items_suspected": (
-                "Inputs that are computed alone, because workers were lost over them.",
+                "Inputs that are computed alone, because workers were lost while they computed them.",
                 stats.num_suspects,
             ),
         }
@@ -698,7 +700,7 @@ class _SchedulerCollector(Collector):
         reasons.add_metric([*self._labels, "deferred"], stats.num_followers)
         yield reasons
         yield self._gauge(
-            "num_tokens_waiting", "Prompt tokens of sequences that have not been in a step.", stats.num_waiting_tokens
+            "num_tokens_waiting", "Prompt tokens of sequences that wait for their first step.", stats.num_waiting_tokens
         )
         used = 1.0 - stats.num_free_blocks / stats.num_blocks
         yield self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", used)
@@ -739,12 +741,12 @@ class _SchedulerCollector(Collector):
         )
         yield self._gauge(
             "first_token_prediction_error_ratio",
-            "Median relative error of the predicted time to the first token, of the last 256 predicted ones.",
+            "Median relative error of the predicted time to the first token, over the last 256 predictions.",
             stats.first_token_error,
         )
         yield self._gauge(
             "end_prediction_error_ratio",
-            "Median relative error of the predicted time to the last token, of the last 256 predicted ones.",
+            "Median relative error of the predicted time to the last token, over the last 256 predictions.",
             stats.end_error,
         )
         yield self._counter(
@@ -752,7 +754,7 @@ class _SchedulerCollector(Collector):
         )
         yield self._counter(
             "num_share_preemptions",
-            "The part of num_preemptions that gave another tenant its share of slots or KV blocks. Only fair does it.",
+            "Preemptions for another tenant's share of slots or KV blocks, under the policy fair; part of num_preemptions.",
             stats.num_share_preemptions,
         )
         yield self._counter(
@@ -851,7 +853,7 @@ class AdapterMetrics(Observer):
         )
         self._reads = metrics.counter("lora_reads_total", "LoRA adapters that a worker read into its memory.")
         self._evictions = metrics.counter(
-            "lora_evictions_total", "LoRA adapters that lost their place in a worker's memory to another one."
+            "lora_evictions_total", "LoRA adapters that were evicted from a worker's memory for another one."
         )
         self._label_values = metrics.label_values
         self._of_adapters: dict[str, tuple[Counter, Counter, Counter]] = {}
@@ -1162,13 +1164,13 @@ class LoadMetrics:
         uses = factory.gauge("model_uses", "Requests that use the model; while there are any, it stays loaded.")
         uses.set_function(lambda: float(read_uses()))
         memory = factory.gauge(
-            "model_memory_bytes", "Memory that is counted for the model when it is loaded, on all devices together."
+            "model_memory_bytes", "Memory that is counted for the loaded model, on all devices together."
         )
         memory.set_function(lambda: float(read_memory()))
 
         copies = factory.labelled_counter(
             "mirrored_requests_total",
-            "Copies of requests that an alias sends to the model, by what became of them. dropped: something waited, "
+            "Copies of requests that an alias sends to the model, by result. dropped: requests waited, "
             "the model was not loaded, or too many were in flight.",
             "result",
         )
