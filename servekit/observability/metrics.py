@@ -754,7 +754,7 @@ class _SchedulerCollector(Collector):
         )
         yield self._counter(
             "num_share_preemptions",
-            "Preemptions for another tenant's share of slots or KV blocks, under the policy fair; part of num_preemptions.",
+            "Preemptions for another tenant's share of slots or KV blocks (policy fair); part of num_preemptions.",
             stats.num_share_preemptions,
         )
         yield self._counter(
