@@ -244,7 +244,7 @@ class BatchRunner:
         path = self._store.path_of(batch.input_file_id)
         try:
             num_lines, errors = await asyncio.to_thread(check_lines, path, batch.endpoint)
-        except FileNotFoundError:  # somebody has removed it from the folder
+        except FileNotFoundError:  # the file was removed from the folder
             num_lines, errors = 0, [_missing(batch)]
         except OSError as error:
             raise self._store.failure(error) from None
@@ -275,7 +275,7 @@ class BatchRunner:
         """End a batch, with an error for each line that has no answer."""
         code, message = _UNFINISHED[end]
         answered = await self._storage.call(self._store.answered_lines, batch.id)
-        # Its file was checked, and nobody has removed it from the folder.
+        # Its file was checked, and is still in the folder.
         if batch.num_lines and self._store.path_of(batch.input_file_id).exists():
             with await self._open(batch, answered) as reader:
                 while lines := await asyncio.to_thread(reader.read):
@@ -284,7 +284,7 @@ class BatchRunner:
         await self._end(batch, end)
 
     async def _open(self, batch: BatchRecord, answered: set[int]) -> LineReader:
-        """Raises FileNotFoundError if somebody has removed the file from the folder, else StorageFailed."""
+        """Open a batch's file. Raises FileNotFoundError if it was removed from the folder, else StorageFailed."""
         try:
             return await asyncio.to_thread(LineReader, self._store.path_of(batch.input_file_id), answered)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Several API processes in front of one engine process: the messages between them, and both ends of their connection.
+"""Connect several API processes to one engine process: their messages, and both ends of the connection.
 
 May import api, engine, and what those may import.
 """

@@ -1,4 +1,4 @@
-"""The engine as an API process sees it. It has the methods of `LLMEngine` that the API calls.
+"""Represent the engine in an API process. It has the methods of `LLMEngine` that the API calls.
 
 Prompts are encoded, chats rendered, and grammars compiled in this process. Tokens become text here, too, except in
 requests with stop strings: a stop string ends a sequence, so the engine process must see the text. All limits that are

@@ -1,6 +1,7 @@
-"""The engine process's side of one API process: its requests, its accounts, and the answers to its questions.
+"""Serve one API process in the engine process: its requests, its accounts, and its questions.
 
-An API process is trusted like the engine process: it is the same program. What it holds here is freed when it ends.
+An API process is trusted like the engine process: it is the same program. When it ends, its requests and accounts here
+are freed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A connection between an API process and the engine process: frames over a Unix socket pair.
+"""Connect an API process and the engine process: frames over a Unix socket pair.
 
 A socket pair lives as long as both processes. When one of them ends, for any reason, the other one reads the end of the
 stream within milliseconds. Writing never waits. What a peer has not read is bounded: a sender of output stops while

@@ -1,4 +1,4 @@
-"""What an API process and the engine process send each other.
+"""Define the messages between an API process and the engine process.
 
 A *question* has an id and gets one `Reply`. A *note* gets none. An API process numbers its requests and its accounts;
 the engine process keeps what each of them holds, and frees all of it when the connection ends.

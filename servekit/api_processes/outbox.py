@@ -1,4 +1,4 @@
-"""What the engine has for the requests of one API process, and has not sent yet.
+"""Collect the engine's output for the requests of one API process until it is sent.
 
 All tokens that one turn of the event loop delivers, over all requests, travel in one message. A main loop delivers the
 tokens of a step and then sends the next plan before it waits, so the worker does not wait for this.

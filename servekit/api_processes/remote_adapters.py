@@ -1,4 +1,4 @@
-"""The LoRA adapters of the model, as an API process sees them. The engine process has them, and their places."""
+"""Represent the model's LoRA adapters in an API process. The engine process has the adapters and their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define what is stored of a file and of a batch."""
+"""Define the stored records of files and batches."""
 
 from __future__ import annotations
 

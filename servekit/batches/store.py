@@ -62,7 +62,7 @@ class BatchStore:
         self.directory = Path(directory).absolute()
         self.uploads = self.directory / "files"
         try:
-            # Prompts and answers are in it: nobody else may read them.
+            # It contains prompts and answers: no other user may read them.
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.uploads.mkdir(mode=0o700, exist_ok=True)
             self._database = sqlite3.connect(
@@ -149,7 +149,7 @@ class BatchStore:
     def add_file(self, file: FileRecord, check_room: Callable[[], None] = lambda: None) -> None:
         """Add a file whose content is complete: first that is made durable, then the entry is written.
 
-        `check_room` raises if there is no room. It is called in the transaction, so nobody stores anything between.
+        `check_room` raises if there is no room. It is called in the transaction, so nothing else is stored in between.
         """
         try:
             with self.path_of(file.id).open("rb") as content:

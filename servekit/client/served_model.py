@@ -1,4 +1,4 @@
-"""Serve a model for one of our clients: `servekit serve` as a child process, which ends with the client's work."""
+"""Serve a model for one of the commands: `servekit serve` as a child process, which ends with the command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Judge a machine: each check is a function from the machine and the settings to one value.
+"""Check a machine: each check is a function from the machine and the settings to one result.
 
-Statuses, from good to bad: `ok`; `limited`, something that not everybody needs does not work; `slow`; `broken`,
-`servekit serve` with these settings will not start or not work.
+Statuses, from good to bad: `ok`; `limited`, an optional function does not work; `slow`; `broken`, `servekit serve` with
+these settings will not start or not work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `servekit doctor`: look, judge, print."""
+"""The command `servekit doctor`: probe the machine, run the checks, print the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a machine: the values that the probes find and the checks judge."""
+"""Define the description of a machine: the values that the probes find and the checks use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look at this machine: files of /proc and /sys, limits, folders, the port, Hugging Face, and the worker's Python.
+"""Probe this machine: files of /proc and /sys, limits, folders, the port, Hugging Face, and the worker's Python.
 
 A probe never raises for what it finds: what cannot be read is left out, or is a `problem`.
 """

@@ -1,4 +1,4 @@
-"""Word the checks for people and for programs."""
+"""Write the results of the checks as text and as JSON."""
 
 from __future__ import annotations
 

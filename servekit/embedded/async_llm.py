@@ -134,7 +134,7 @@ class AsyncLLM:
         if request_id in self._is_aborted:
             raise InvalidRequest(f"request_id = {request_id!r} is that of a request that runs; choose another one")
         if not stream:
-            wanted = replace(wanted, stream_interval=WHOLE_ANSWER)  # nobody is woken for what nobody reads
+            wanted = replace(wanted, stream_interval=WHOLE_ANSWER)  # no reader is woken for parts that it does not read
         self._is_aborted[request_id] = False
         try:
             state, answer_format = await self._submit(wanted, conversation, Caller(request_id=request_id))

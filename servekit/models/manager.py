@@ -1,7 +1,7 @@
 """Run several models in one server: load them when they are needed, and unload those that make room.
 
-Each model has an engine of its own, with worker processes of its own: one that is lost, or cannot be loaded, is nothing
-to the others. `Residency` decides what is loaded; this executes it. Everything runs on the event loop's thread.
+Each model has an engine and worker processes of its own: if one model is lost, or cannot be loaded, the others are not
+affected. `Residency` decides what is loaded; this executes it. Everything runs on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Give the models of a server their devices, and say what each device holds. This is pure.
+"""Choose the device of each model of a server, and describe what each device holds. This is pure.
 
 Models that are loaded on demand share devices (cost): each one goes where the others demand least of the memory that
 is shared. Models that stay loaded (latency) are spread, so that each has as much of a device as possible; a dedicated

@@ -84,7 +84,7 @@ class _Model:
         self.is_dismissed = False  # an operator wants it unloaded
         self.num_uses = 0
         self.is_admitted = False  # by the present plan, whose caller counts the uses next
-        self.wanted_s: float | None = None  # since when somebody waits for it
+        self.wanted_s: float | None = None  # since when a request waits for it
         self.ready_s = -inf  # since when it is loaded
         self.used_s = -inf  # when its last use began or ended
         self.load_s = DEFAULT_LOAD_S  # what loading it takes

@@ -1,4 +1,4 @@
-"""What the devices of a model cost, in all and for a million tokens.
+"""Compute what the devices of a model cost, in all and for a million tokens.
 
 Pure: the caller passes times, and the numbers of devices and of tokens.
 """

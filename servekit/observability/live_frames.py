@@ -1,4 +1,4 @@
-"""Frames of the live view: the scheduler's state as lengths, states and counts, sent at most five times a second.
+"""Define the frames of the live view: the scheduler's state as lengths, states and counts, without any text.
 
 A frame contains no prompt and no answer. Every frame is complete, so a viewer that missed one has lost nothing; the web
 console, the terminal and tests read the same structs. Times are seconds on the server's clock, of which only

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server. Each group below declares its metrics next to the code that updates them.
+"""Define the Prometheus metrics of one server, in groups. Each group has its metrics and the code that updates them.
 
 To add a metric, declare it in the group of what it counts, and update it in one of the group's events. Names follow
 vLLM's suffixes under `servekit_`, so dashboards convert by replacing the prefix. Labels are bounded: the model's name

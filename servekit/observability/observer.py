@@ -1,4 +1,4 @@
-"""The events that the engine reports while it serves. Metrics, step history and other recorders listen to them.
+"""Define the events that the engine reports while it serves. Metrics, step history and other recorders listen to them.
 
 The engine calls observers from its main loop, so an observer must not block, and must not raise. Times are seconds on
 the engine's clock; an observer reads no clock of its own. Events of tokens come once a step, never once a token.

@@ -1,4 +1,4 @@
-"""What the server, or `servekit convert`, asks of the process that reads untrusted files of a model."""
+"""Define the job that the server or `servekit convert` gives to the process that reads untrusted files of a model."""
 
 from __future__ import annotations
 

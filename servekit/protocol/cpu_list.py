@@ -1,4 +1,4 @@
-"""Sets of cores in the kernel's list format, like `0-3,8`: in /sys, `taskset --cpu-list`, docker's `--cpuset-cpus`."""
+"""Parse sets of cores in the kernel's list format, like `0-3,8`, which /sys, taskset and docker use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer and the matcher of a compiled grammar, by llguidance, for the sandbox and the mask process alike.
+"""Make llguidance's tokenizer, and the matcher of a compiled grammar, for the sandbox and the mask process.
 
 A sandbox process compiles each new grammar first and reports what is wrong with it. The worker's mask process then
 compiles the same text with the same limits, and follows it token by token. The kinds of grammars that clients write are

@@ -49,7 +49,7 @@ def num_dropped_lines() -> int:
 
 
 def write_line(text: str) -> None:
-    """Write a line to standard error, behind the log lines if there are any. Does nothing if that fails."""
+    """Write a line to standard error, after pending log lines. Does nothing if that fails."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogWriter):
             handler.write(text)

@@ -1,4 +1,4 @@
-"""A LoRA adapter, as server and worker name it."""
+"""Define how server and worker name a LoRA adapter."""
 
 from __future__ import annotations
 

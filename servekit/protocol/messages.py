@@ -1,4 +1,4 @@
-"""Messages between manager and worker: frozen values, msgpack on the wire, never pickled.
+"""Define the messages between manager and worker: frozen values, msgpack on the wire, never pickled.
 
 Fields are append-only. A `StepPlan` is self-contained as far as tokens go: it carries every token id that the manager
 knows for the positions it schedules, and the block tables of the sequences it gives a slot. So its size grows with the
@@ -206,10 +206,10 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
     the tail yet, because a step still in flight samples it; the worker has those ids in its own token table. It is
     longer by one where prompt logprobs are requested: a chunk's last logits predict the token behind it.
 
-    The last `num_drafts` positions are for drafts: guesses of the worker's own at the tokens behind the known one. It
-    may have fewer. For each position it draws the model's token, with that position's random number. A draft is
-    accepted if it equals the token drawn at the position before it, and all drafts before it were accepted. So the
-    tokens are the same with and without drafts.
+    The last `num_drafts` positions are for drafts: the worker's own guesses at the tokens after the known one. It may
+    have fewer. For each position it draws the model's token, with that position's random number. A draft is accepted if
+    it equals the token drawn at the position before it, and all drafts before it were accepted. So the tokens are the
+    same with and without drafts.
 
     While drafts are in flight, the manager counts all of them as accepted. So where `token_ids` is empty, `start` is an
     upper bound: the worker begins at the newest token that it has sampled, and computes as many positions from there.

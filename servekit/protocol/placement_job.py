@@ -1,4 +1,4 @@
-"""What a server and the process that places its workers on a cluster tell each other: lines of JSON."""
+"""Define the messages between a server and the process that places its workers on a cluster: lines of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between a predictor's engine and its worker: embeddings, reranking, classification.
+"""Define the messages between a predictor's engine and its worker: embeddings, reranking, classification.
 
 A predictor computes each item once and completely; nothing is generated. Like the messages of generation, these are
 frozen values, msgpack on the wire, never pickled.

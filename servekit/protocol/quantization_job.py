@@ -1,4 +1,4 @@
-"""What `servekit quantize` asks of the process that does the work, checked as far as no model is needed."""
+"""Define the job of `servekit quantize` for the process that does the work, and check it without the model."""
 
 from __future__ import annotations
 

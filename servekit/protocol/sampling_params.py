@@ -1,4 +1,4 @@
-"""Sampling parameters: how the next token is chosen, and when to stop. One frozen value per sequence."""
+"""Define the sampling parameters: how the next token is chosen, and when to stop. One frozen value per sequence."""
 
 from __future__ import annotations
 

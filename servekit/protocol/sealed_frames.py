@@ -1,4 +1,4 @@
-"""Frames that carry MACs: a frame that was altered, left out, repeated or inserted on its way is detected. Pure."""
+"""Protect frames by MACs: a frame that was altered, left out, repeated or inserted is detected. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SealedFrameCodec(FrameCodec):
         return frame_length(length)
 
     def _next_payload(self) -> bytes | None:
-        """As in FrameCodec. Raises ValueError for a frame with a wrong MAC, and delivers no frame behind it."""
+        """As in FrameCodec. Raises ValueError for a frame with a wrong MAC, and delivers no frame after it."""
         sealed = super()._next_payload()
         if sealed is None:
             return None

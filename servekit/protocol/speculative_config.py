@@ -1,4 +1,4 @@
-"""How drafts for speculative decoding are made: the value of `--speculative`."""
+"""Parse the value of `--speculative`: how drafts for speculative decoding are made."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a worker's Python finds on its machine, for `servekit doctor`: torch, C kernels, GPUs, and a model's files.
+"""Define what a worker's Python reports to `servekit doctor`: torch, C kernels, GPUs, and a model's files.
 
-The server has no torch. A process of `python -m servekit.worker --facts` looks, and writes one WorkerFacts as JSON.
+The server has no torch. So a process of `python -m servekit.worker --facts` collects this, and writes one WorkerFacts
+as JSON.
 """
 
 from __future__ import annotations

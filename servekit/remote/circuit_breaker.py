@@ -1,4 +1,4 @@
-"""Stop asking a server that fails, and ask it again with single requests until it answers.
+"""Stop sending requests to a server that fails, and send single ones until it answers again.
 
     closed ── failures_to_open failures in a row ──▶ open
     open ── the cooldown is over, and a request comes ──▶ half_open: that request is the probe

@@ -1,4 +1,4 @@
-"""What a failed request to the server of a remote model means: for the client, the circuit breaker and a retry."""
+"""Classify a failed request to a remote model's server: for the client, the circuit breaker and retries."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Write a request as OpenAI's API has it, for the server of a remote model. This is pure.
 
-What the server could not do as it was asked is refused in a sentence, and never left out silently: parameters that
-would change the answer, and all that is about token ids, which belong to a tokenizer that is not here. Priorities and
-drafts are about this server's own models, and have no effect.
+What the server cannot do is refused with a message, and never left out silently: parameters that would change the
+answer, and all that is about token ids, which belong to a tokenizer that is not here. Priorities and drafts are about
+this server's own models, and have no effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engines of all remote models have in common: their state, their limits, and what they tell of themselves."""
+"""Implement what the engines of all remote models share: their state, their limits, and their descriptions."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CHARACTERS_PER_TOKEN = 4  # an estimate, until the server has counted the prompt
 class RemoteState(RequestState):
     """A request to a remote model.
 
-    Its sequences have no tokens: each is a record of one answer's times and end, for the log, the metrics and whoever
+    Its sequences have no tokens: each is a record of one answer's times and end, for the log, the metrics and code that
     asks for them.
     """
 

@@ -1,4 +1,4 @@
-"""The tokens of a remote model, as far as its server has named them: by their texts, in logprobs.
+"""Number the tokens of a remote model whose texts its server has sent, in logprobs.
 
 The ids of the model's tokenizer are not known. So that logprobs go through the same code as those of local models, each
 text gets a number here. It is negative, so that it cannot be an id of the model.

@@ -1,8 +1,8 @@
-"""Run a command, vLLM, in a process group of its own, and end all of it with the server that started this process.
+"""Run vLLM in a process group of its own, and end the whole group with the server that started this process.
 
-vLLM is several processes. If one of them is killed, the others may live on and hold a GPU. So the server starts this
-module as a process between: it ends the group when the server closes its end of stdin, which the kernel does if the
-server is killed, and when the command's own process ends. SIGTERM lets vLLM end by itself.
+vLLM has several processes. If one of them is killed, the others may continue and hold a GPU. So the server starts this
+module as a process between itself and vLLM: it ends the group when the server closes its end of stdin, which the kernel
+does if the server is killed, and when the command's own process ends. SIGTERM lets vLLM end by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run jobs whose input clients wrote, in processes that are killed when a job takes too long.
+"""Run jobs with untrusted input of clients, in processes that are killed when a job takes too long.
 
 Chat templates are programs and grammars can be enormous, so neither is processed in the server's own process.
 `JobScheduler` decides which job runs when. Each running job has a process of its own, which is used again if the job

@@ -1,4 +1,4 @@
-"""Remember the outcomes of each tenant's jobs, within a bound of bytes for all.
+"""Cache the outcomes of each tenant's jobs, within one limit of bytes for all tenants.
 
 A grammar that was compiled is not compiled again, and a job that was refused is refused again at once. Tenants share no
 outcome. The load that one tenant causes can make its job too slow, and the refusal must not reach another tenant. Nor

@@ -1,4 +1,4 @@
-"""Run jobs whose input clients wrote, in a forked process that the server may kill.
+"""Run jobs with untrusted input of clients, in a forked process that the server may kill.
 
 Chat templates are programs, and grammars can be enormous. The server limits the processor time of each job, and the
 kernel limits the memory of this process. A job that exceeds either ends this process, and nothing else.
