@@ -1,7 +1,7 @@
 """Plan batches for one worker, and commit their results. The verbs are those of the workload manager.
 
 A batch is planned when the worker is idle and either the batch is full, or the first item has waited for the maximum
-delay. While a batch runs, another one is planned behind it only if that is full: a batch that could still grow is
+delay. While a batch runs, another one is planned after it only if that one is full: a batch that could still grow is
 better planned when the worker is free.
 
 An item takes as many tokens of a batch as its padded length. A batch takes items in the order of their turns, and ends

@@ -1,4 +1,4 @@
-"""The waiting items. Tenants take turns by what was computed for them; items of one tenant go by rank.
+"""Order the waiting items: tenants take turns by what was computed for them; items of one tenant go by rank.
 
 The rule is that of virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the
 tenant that was served least is next, and a tenant that had nothing waiting starts level with those that had.

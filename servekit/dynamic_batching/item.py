@@ -1,4 +1,4 @@
-"""One item of a prediction, from its arrival to its answer: a text, a pair of texts, or an image."""
+"""Define one item of a prediction, from its arrival to its answer: a text, a pair of texts, or an image."""
 
 from __future__ import annotations
 

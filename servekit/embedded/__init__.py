@@ -1,4 +1,4 @@
-"""The engine inside a Python program, without HTTP: `LLM`, `AsyncLLM` and what they take and give.
+"""Use the engine inside a Python program, without HTTP: `LLM`, `AsyncLLM`, their arguments and results.
 
 May import the schemas and the collectors of servekit.api, engine, and everything below it. From the bottom up:
 settings, sampling_params, prompts, conversation and progress; outputs; async_llm, which runs an engine on the event

@@ -1,4 +1,4 @@
-"""An engine on the caller's event loop."""
+"""Run an engine on the caller's event loop."""
 
 from __future__ import annotations
 

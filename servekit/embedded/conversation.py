@@ -1,4 +1,4 @@
-"""One conversation whose next message is wanted. The model's chat template makes its prompt."""
+"""Prepare a conversation for its next message. The model's chat template makes the prompt."""
 
 from __future__ import annotations
 

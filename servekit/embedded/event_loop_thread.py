@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and calls to it from other threads."""
+"""Run an event loop in a thread of its own, and call it from other threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine for programs without an event loop, and for notebooks."""
+"""Run an engine for programs without an event loop, and for notebooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` return. The names are those of vLLM."""
+"""Define what `generate` and `chat` return. The names are those of vLLM."""
 
 from __future__ import annotations
 

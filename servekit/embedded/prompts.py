@@ -1,4 +1,4 @@
-"""The forms of a prompt: a text, token ids, or a dictionary with either, as vLLM has it."""
+"""Define the forms of a prompt: a text, token ids, or a dictionary with either, as in vLLM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A judge: a third model that reads two answers to a question and says which one is better.
+"""Ask a judge, a third model, which of two answers to a question is better.
 
-Models prefer the answer that stands first. So each pair is judged twice, in both orders, and an answer wins only if it
-wins both times (Zheng et al., "Judging LLM-as-a-judge with MT-bench and chatbot arena", 2023, section 4).
+Models prefer the first answer. So each pair is judged twice, in both orders, and an answer wins only if it wins both
+times (Zheng et al., "Judging LLM-as-a-judge with MT-bench and chatbot arena", 2023, section 4).
 """
 
 from __future__ import annotations

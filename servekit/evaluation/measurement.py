@@ -1,4 +1,4 @@
-"""The results of one server: its score of the text, and its answers to the questions."""
+"""Hold the results of one server: its score of the text, and its answers to the questions."""
 
 from __future__ import annotations
 

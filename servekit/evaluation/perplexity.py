@@ -1,4 +1,4 @@
-"""The windows in which a model reads a text, and the perplexity of what it read."""
+"""Divide a text into the windows that a model reads, and compute its perplexity."""
 
 from __future__ import annotations
 

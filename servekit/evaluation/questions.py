@@ -1,4 +1,4 @@
-"""Questions with the answers that count as right, and their file: JSON lines."""
+"""Read questions with the answers that count as right from a file of JSON lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of an evaluation as text: tables that a terminal and Markdown show alike, or JSON."""
+"""Write the result of an evaluation as text: tables that a terminal and Markdown show alike, or JSON."""
 
 from __future__ import annotations
 

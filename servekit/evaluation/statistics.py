@@ -1,4 +1,4 @@
-"""Intervals and tests of what an evaluation counts. All are closed forms: no random numbers, the same result each time.
+"""Compute intervals and tests for an evaluation, in closed form: no random numbers, the same result each time.
 
 Two servers answer the same questions and read the same text, so everything that compares them is paired: it looks at
 the questions on which they differ. That finds differences that are far smaller than either server's own interval.

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are read: llama.cpp's names of their tensors, and those of transformers."""
+"""Define the supported architectures of GGUF files: llama.cpp's names of their tensors, and transformers' names."""
 
 from __future__ import annotations
 

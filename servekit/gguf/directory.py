@@ -1,4 +1,4 @@
-"""Make a model's directory of a GGUF file, once, in the user's cache folder.
+"""Convert a GGUF file to a model's directory, once, in the user's cache folder.
 
 All other code reads directories: the tokenizer, chat templates, workers, workers on other machines, fingerprints. So
 a file becomes a directory with the small files that a checkpoint has, an index of its tensors, and a link to itself.

@@ -1,4 +1,4 @@
-"""Make the config.json that transformers would have, of a GGUF file's metadata.
+"""Make the config.json that transformers would have, from a GGUF file's metadata.
 
 A file that lacks a value which changes answers is refused. The defaults of transformers' classes are not used, because
 they are the values of one checkpoint.

@@ -1,4 +1,4 @@
-"""Make the tokenizer.json that the `tokenizers` library reads, of a GGUF file's metadata.
+"""Make the tokenizer.json that the `tokenizers` library reads, from a GGUF file's metadata.
 
 Token ids are the places in the file's list, so every token is in the vocabulary of the JSON, special ones too: the
 library gives an id of its own to an added token that it does not find there.

@@ -1,4 +1,4 @@
 """Compare ways of batching on one workload, in virtual time and with a real worker: `servekit lab`.
 
-What plays in virtual time is pure, as the scheduler is. May import everything but the command line.
+The modules for virtual time are pure, as the scheduler is. May import everything but the command line.
 """

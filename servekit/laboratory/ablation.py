@@ -1,4 +1,4 @@
-"""Experiments that change one thing: the KV cache, chunks, the size of blocks, the prefix cache, memory, the batch."""
+"""Define experiments that vary one setting: KV cache, chunks, block size, prefix cache, memory, batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways of batching that the laboratory compares, and the gate that each one puts in front of the scheduler.
+"""Define the modes of batching that the laboratory compares, by a gate before the scheduler for each mode.
 
 Continuous batching lets a request join whenever there is a slot: its gate is always open. The older ways collect
 requests into batches. A batch begins together, and the next one waits until its last answer has ended. Behind every

@@ -1,4 +1,4 @@
-"""`servekit lab`: play one workload in several ways, print the figures, and write the page."""
+"""`servekit lab`: run one workload with several modes of batching, print the figures, and write the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Play a workload with a real model and its worker, and read what happened from the engine's journal."""
+"""Run a workload with a real model and its worker, and read the result from the engine's journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a run: throughput, latencies, idle slots, unused memory."""
+"""Compute the figures of a run: throughput, latencies, idle slots, unused memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run: when each request had a slot and got its tokens, and what each step computed.
+"""Record the timeline of a run: when each request had a slot and got its tokens, and what each step computed.
 
 A `Timeline` watches a workload manager. It is the same whether that plays in virtual time or is replayed from the
 journal of a real run, so both are summarised and drawn by the same code.

@@ -1,4 +1,4 @@
-"""Play a workload in virtual time: the real workload manager behind a gate, and steps that take what a model says."""
+"""Run a workload in virtual time: a gate, the real workload manager, and simulated steps."""
 
 from __future__ import annotations
 

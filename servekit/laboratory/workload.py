@@ -1,4 +1,4 @@
-"""What a laboratory run serves: requests with arrival times and lengths."""
+"""Define the workload of a laboratory run: requests with arrival times and lengths."""
 
 from __future__ import annotations
 

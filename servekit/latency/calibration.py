@@ -1,4 +1,4 @@
-"""Learn from predictions and what came of them how far a prediction may be off.
+"""Learn the error of predictions from earlier predictions and their outcomes.
 
 A prediction comes with a spread. Its error, as a multiple of the spread, is a score. The band of a prediction reaches
 from the tenth to the ninetieth percentile of recent scores, so about 80 % of outcomes are in it, whatever the errors

@@ -1,4 +1,4 @@
-"""Learn from steps how long a step takes that computes a given amount of work.
+"""Learn from measured steps how long a step with a given amount of work takes.
 
     t = step + prefill_token * (prompt tokens) + prefill_pair * (pairs of a prompt token and one that it attends to)
              + decode_token * (decodes) + kv_token * (tokens whose keys and values the decodes read)

@@ -1,4 +1,4 @@
-"""Compare predictions with what came of them, for metrics: nothing is learned from it."""
+"""Compare predictions with their outcomes, for metrics only."""
 
 from __future__ import annotations
 

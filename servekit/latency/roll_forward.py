@@ -1,4 +1,4 @@
-"""Play a copy of a workload manager forward: what it will decide if steps take what the latency model says.
+"""Simulate the next steps of a copy of a workload manager, with step times of the latency model.
 
 The copy is a real WorkloadManager with the state of the one that serves, so it follows every rule of the scheduler:
 slots, blocks, chunks, prefixes in the cache, the policy, preemptions. What it cannot know is drawn: the lengths of

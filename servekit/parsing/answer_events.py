@@ -1,4 +1,4 @@
-"""What an answer consists of, as events: content, reasoning, and tool calls with their arguments in pieces."""
+"""Define the events of an answer: content, reasoning, and tool calls with their arguments in pieces."""
 
 from __future__ import annotations
 

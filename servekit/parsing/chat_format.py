@@ -1,4 +1,4 @@
-"""How the served model writes reasoning and tool calls: chosen by its chat template, or by name.
+"""Choose the format of the model's reasoning and tool calls, by its chat template or by name.
 
 template, settings ─▶ ChatFormat ─▶ for each request an AnswerFormat: its grammar, and parsers of its answers
 """

@@ -1,4 +1,4 @@
-"""How models mark the text before and the text after the one that they fill in.
+"""Find the marks of the text before and after the part that a model fills in.
 
 A model that was trained for it has special tokens for these marks; the tokenizer tells which.
 """
@@ -15,7 +15,7 @@ class FillFormat(Struct, frozen=True):
 
     before: str  # the mark of the text before the answer
     after: str  # the mark of the text after it
-    middle: str = ""  # the mark behind which the answer begins
+    middle: str = ""  # the mark after which the answer begins
     is_after_first: bool = False  # whether the text after the answer comes first
 
     def prompt(self, before: str, after: str) -> str:

@@ -1,4 +1,4 @@
-"""The format of gpt-oss, in which an answer is a sequence of messages, each in a channel.
+"""Read the format of gpt-oss, in which an answer is a sequence of messages, each in a channel.
 
     <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>ARGUMENTS<|call|>
@@ -95,7 +95,7 @@ class Harmony:
         return f"{marker(CHANNEL)} {one_of(kinds)}"
 
     def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
-        """Return what matches messages in `commentary`, and behind them the final message, or one of these calls."""
+        """Return what matches messages in `commentary`, and after them the final message, or one of these calls."""
         marker = lark.marker
         text = f"{marker(MESSAGE)} {lark.running_text(END, None)} {marker(END)}"
         before = f"({marker(CHANNEL)} {literal('commentary')} {text} {marker(START)} {literal('assistant')})*"

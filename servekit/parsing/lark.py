@@ -90,7 +90,7 @@ def any_text(lark: Lark, not_first: str = "") -> str:
 
 
 def text_before(calls: str, trigger: str, lark: Lark, not_first: str = "") -> str:
-    """Return what matches any text, and these calls behind it. The first of them begins with the marker `trigger`."""
+    """Return what matches any text, and these calls after it. The first of them begins with the marker `trigger`."""
     if lark.has_token(trigger):
         text = f"{lark.any_but(trigger)}*"
         if not_first:

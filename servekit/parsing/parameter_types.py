@@ -1,4 +1,4 @@
-"""Which JSON types a function's parameters may have, and the text of a value as JSON of such a type."""
+"""Find the JSON types that a function's parameters may have, and convert text to JSON of such a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning between two tags, before the answer: `<think>…</think>` of DeepSeek-R1 and Qwen3, `[THINK]` of Mistral.
+"""Read reasoning between two tags, before the answer: `<think>` of DeepSeek-R1 and Qwen3, `[THINK]` of Mistral.
 
 Some chat templates write the opening tag at the end of the prompt, so that the answer begins inside the reasoning.
 Others write both tags there, if the client wants no reasoning.

@@ -1,7 +1,6 @@
-"""How families of models write tool calls, and how their text is read.
+"""Read tool calls in the formats of several families of models. Text that is not a valid call stays content.
 
-What a parser cannot read as a call stays content, as the model wrote it. From the name of the function on, a call is
-passed on while it arrives, so nothing that follows can turn it back into content.
+From the name of the function on, a call is passed on while it arrives, so no later text can turn it back into content.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class ToolFormat(Protocol):
         """Whether a grammar can tell optional calls from text, and so hold their arguments to a schema."""
 
     def read(self, reader: TextReader, answer: AnswerEvents) -> Steps[None]:
-        """Read the answer behind the reasoning: content and calls."""
+        """Read the answer after the reasoning: content and calls."""
 
     def calls(self, functions: Sequence[FunctionSymbol], lark: Lark, most: int) -> str:
         """Return what matches 1 to `most` calls of these functions."""
 
     def free_text(self, functions: Sequence[FunctionSymbol], most: int, lark: Lark, not_first: str = "") -> str:
-        """Return what matches text, and up to `most` calls of these functions behind it, which match their grammars.
+        """Return what matches text, and up to `most` calls of these functions after it, which match their grammars.
 
         It does not begin with the marker `not_first`. Only for a format that can be strict.
         """
@@ -169,7 +168,7 @@ class HermesCalls:
                     answer.text(opening)
 
     def read_xml(self, reader: TextReader, answer: AnswerEvents, opening: str) -> Steps[None]:
-        """Read a call that is no JSON object, behind the text that it begins with. Raises Malformed."""
+        """Read a call that is no JSON object, after the text that it begins with. Raises Malformed."""
         yield from ()
         raise Malformed
 

@@ -1,4 +1,4 @@
-"""Calls with XML inside, of Qwen3-Coder and of GLM. Their arguments become JSON as they arrive.
+"""Read calls with XML inside, of Qwen3-Coder and of GLM. Their arguments become JSON as they arrive.
 
     <tool_call>                                <tool_call>NAME
     <function=NAME>                            <arg_key>KEY</arg_key>

@@ -1,4 +1,4 @@
-"""What a replica can serve: the real scheduler in virtual time, with the step times of a device."""
+"""Compute what a replica can serve: the real scheduler in virtual time, with the step times of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`servekit plan`: print what a model needs on a device, and what a service of it would do and cost."""
+"""`servekit plan`: print what a model needs on a device, and what a service would achieve and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service has to serve, and how quickly."""
+"""Define the load of a planned service, and its latency limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that a plan can be made for."""
+"""Read the devices for which a plan can be made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's config.json says about its size: parameters, and keys and values of a token."""
+"""Read a model's size from its config.json: parameters, and keys and values of a token."""
 
 from __future__ import annotations
 

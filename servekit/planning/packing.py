@@ -1,4 +1,4 @@
-"""`servekit plan --models`: say on which device each model of a model file is."""
+"""`servekit plan --models`: print on which device each model of a model file is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `servekit plan` computes."""
+"""Compute the plan that `servekit plan` prints."""
 
 from __future__ import annotations
 

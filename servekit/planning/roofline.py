@@ -1,4 +1,4 @@
-"""How long a step takes on a device, from its data sheet: the larger of the time to read and the time to compute.
+"""Estimate the time of a step from a device's data sheet: the larger of the times to read and to compute.
 
 The model is the roofline (Williams, Waterman, Patterson, 2009). Its *arithmetic intensity* is the number of operations
 for each byte that is read. Below the device's own ratio a step waits for memory, above it for arithmetic.

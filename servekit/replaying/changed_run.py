@@ -1,4 +1,4 @@
-"""Play the requests of a journal in virtual time, with other settings of the scheduler or other step times.
+"""Simulate the requests of a journal in virtual time, with other scheduler settings or other step times.
 
 The loop is that of `EngineCore`: it plans after each result, and when a request comes to an idle scheduler. The rest of
 the world is as it was recorded: when requests come, how long answers become, when a client leaves, when the worker is

@@ -1,4 +1,4 @@
-"""`servekit replay`: check that a scheduler decides as it was recorded, or show what other settings would have done."""
+"""`servekit replay`: check that a scheduler repeats its recorded decisions, or simulate other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write what happened, and what would have happened, as one HTML page that needs no server and no other file."""
+"""Write a recorded and a simulated run as one HTML page that needs no server and no other file."""
 
 from __future__ import annotations
 

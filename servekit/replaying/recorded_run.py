@@ -1,4 +1,4 @@
-"""Read a journal: what happened, and all that must be known to play its requests again with other settings.
+"""Read a recorded run from a journal, with all data to simulate its requests with other settings.
 
 A journal dates plans and results. What comes between two of them happened after the first one: a request that came to
 an idle scheduler is dated with the plan that followed, and any other one with its arrival, or with what was before it.

@@ -1,4 +1,4 @@
-"""Write what happened, and what would have happened, as a table for a terminal and as JSON."""
+"""Write a recorded and a simulated run as a table for a terminal and as JSON."""
 
 from __future__ import annotations
 

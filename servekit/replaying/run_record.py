@@ -1,4 +1,4 @@
-"""What happened in a run: when its requests got their tokens, and what it looked like from step to step.
+"""Record a run: when its requests got their tokens, and the state of the scheduler from step to step.
 
 A `RunRecord` watches a workload manager. It is the same whether that is replayed from a journal or plays with other
 settings, so both are summarised and drawn by the same code. It keeps a few numbers for each step and each request: a
@@ -38,7 +38,7 @@ class RequestTimes(Struct):
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """The state behind one step."""
+    """The state after one step."""
 
     at_s: float
     num_running: int

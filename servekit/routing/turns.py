@@ -1,4 +1,4 @@
-"""Say what comes before a new sequence where tenants take turns: not what tenants have queued that were served more."""
+"""Find the work before a new sequence if tenants take turns: tenants that were served more do not count."""
 
 from __future__ import annotations
 

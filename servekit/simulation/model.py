@@ -1,4 +1,4 @@
-"""Simulate the step times of a device that is not there, for `--model sim:SPEC`.
+"""Simulate the step times of a device, for `--model sim:SPEC`.
 
 Only the device is simulated. API, scheduler, queues and the worker process are the real ones, so a server can be tried,
 and its control plane measured, without weights and without an accelerator.

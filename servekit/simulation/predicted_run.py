@@ -1,4 +1,4 @@
-"""Play requests in virtual time beside a latency predictor, and compare what it predicts with what happens.
+"""Simulate requests in virtual time with a latency predictor, and compare its predictions with the outcomes.
 
 The predictor sees what it would see of a real worker: plans, results, and times with noise. It sees neither the lengths
 of answers that have not ended nor the requests that are still to come.

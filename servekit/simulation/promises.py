@@ -1,4 +1,4 @@
-"""Check what a policy promises, from plans and sequences alone."""
+"""Check the promises of a policy, from plans and sequences only."""
 
 from __future__ import annotations
 

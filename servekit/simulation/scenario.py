@@ -1,4 +1,4 @@
-"""Describe what a simulation plays: arrivals and faults with their times, and what each client should receive."""
+"""Define a simulation's scenario: arrivals and faults with their times, and what each client should receive."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`servekit batch FILE`: answer a file of requests, each once, over HTTP.
 
-The file of answers is a log that is only appended to, one answer on each line. What is in it is not asked again: so an
-interrupted command continues where it was. A last line that is incomplete is dropped. OpenAI's own output files have
-the same lines.
+The file of answers is a log that is only appended to, one answer on each line. Requests with an answer in it are not
+sent again, so an interrupted command continues where it stopped. A last line that is incomplete is dropped. OpenAI's
+own output files have the same lines.
 """
 
 from __future__ import annotations
