@@ -64,7 +64,7 @@ MEANINGS: dict[TimeCause, str] = {
 
 
 class RequestTimes:
-    """The times of a request's stages before its sequences are added, and behind their ends.
+    """The times of a request's stages before its sequences are added, and after their ends.
 
     Each mark says what the time since the mark before it was for. The clock is the engine's.
     """

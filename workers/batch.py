@@ -130,7 +130,7 @@ class SlotTable:
         self.num_blocks[chunk.slot] += len(chunk.new_block_ids)
 
     def sampling_row(self, chunk: ScheduledChunk, num_behind: int = 0) -> SamplingRow:
-        """Return how the chunk's logits are sampled, of its last position or of one with `num_behind` drafts behind."""
+        """Return how logits of the chunk are sampled: its last position's, or those before `num_behind` drafts."""
         assignment, position = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens - num_behind
         return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
 
@@ -153,8 +153,8 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     Chunks begin at `start`, and the plan has the token ids of their drafts: see workers/speculation/speculator.py.
 
     A token is sampled after the chunk's last known token and after each draft. All of them are written to the token
-    table, behind their own positions. Those behind a rejected draft mean nothing. They do no harm: the sequence's next
-    chunk begins at its newest valid token, and every cell behind that one is written before it is read.
+    table, after their own positions. Those after a rejected draft mean nothing. They do no harm: the sequence's next
+    chunk begins at its newest valid token, and every cell after that one is written before it is read.
     """
     device, block_size = table.token_ids.device, table.block_size
     table.update(plan)

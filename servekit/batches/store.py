@@ -176,7 +176,7 @@ class BatchStore:
     def files(
         self, tenant: str, purpose: str | None, after: str | None, is_newest_first: bool, limit: int
     ) -> list[FileRecord]:
-        """Return a tenant's files behind the one with the id `after`, in the order of their creation or against it."""
+        """Return a tenant's files after the one with the id `after`, in the order of their creation or against it."""
         wanted, values = "tenant = ?", [tenant]
         if purpose is not None:
             wanted, values = wanted + " AND purpose = ?", [*values, purpose]
@@ -256,7 +256,7 @@ class BatchStore:
         return _decode(rows[0][0], BatchRecord) if rows else None
 
     def batches(self, tenant: str, after: str | None, limit: int) -> list[BatchRecord]:
-        """Return a tenant's batches behind the one with the id `after`, newest first."""
+        """Return a tenant's batches after the one with the id `after`, newest first."""
         return self._page("batch", "tenant = ?", [tenant], after, True, limit, BatchRecord)
 
     def open_batches(self) -> list[BatchRecord]:

@@ -48,7 +48,7 @@ def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
         raise ConfigError(
             f"speculative = {config.speculative!r} (--speculative) does not work with tensor parallelism, and "
             f"--tensor-parallel-size is {config.tensor_parallel_size}: all ranks must ask {wanted.method} for drafts "
-            "in the same steps, and behind prompt lookup each decides for itself; choose --speculative "
+            "in the same steps, and after prompt lookup each rank decides alone; choose --speculative "
             f"{config.speculative.removeprefix('ngram+')}, or ngram"
         )
     if is_simulated(config.model):

@@ -1,8 +1,8 @@
 """Define the modes of batching that the laboratory compares, by a gate before the scheduler for each mode.
 
 Continuous batching lets a request join whenever there is a slot: its gate is always open. The older ways collect
-requests into batches. A batch begins together, and the next one waits until its last answer has ended. Behind every
-gate is the same workload manager, so all ways are compared with the same paging, prefix cache and step times.
+requests into batches. A batch begins together, and the next one waits until its last answer has ended. Every gate
+leads to the same workload manager, so all modes are compared with the same paging, prefix cache and step times.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RealRun:
 
 
 class _JournalWatcher(ReplayWatcher):
-    """Builds the timeline of a run from its journal, beginning behind the warm-up."""
+    """Builds the timeline of a run from its journal, beginning after the warm-up."""
 
     def __init__(self, timeline: Timeline, arrivals_s: dict[tuple[int, int], deque[float]]) -> None:
         self.timeline = timeline

@@ -62,7 +62,7 @@ class Observer:
     ) -> None:
         """A sequence ended, for any reason, after its client got `num_tokens` tokens of it.
 
-        The sequence may have more: tokens that were sampled behind a stop string. The two token times are None if there
+        The sequence may have more: tokens that were sampled after a stop string. The two token times are None if there
         is no token.
         """
 

@@ -76,7 +76,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
         """The most bytes that a message of this worker takes: the result of the largest step, or an error's text.
 
         In the largest step, each sequence samples a token, and every other position gives logprobs: it is one of a
-        prompt, or the draft behind it is accepted, and then it gives a token as well.
+        prompt, or the draft after it is accepted, and then it gives a token as well.
         """
         # A count, an index of a deferred token, the head of prompt logprobs, a failure and its token's logprobs.
         bytes_of_sequence = 7 * _TOKEN_BYTES + _LOGPROBS_BYTES + _FAILURE_BYTES
@@ -204,7 +204,7 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
 
     `token_ids` are the known tokens from `start` on. It is shorter than `num_tokens` where the manager does not know
     the tail yet, because a step still in flight samples it; the worker has those ids in its own token table. It is
-    longer by one where prompt logprobs are requested: a chunk's last logits predict the token behind it.
+    longer by one where prompt logprobs are requested: a chunk's last logits predict the token after it.
 
     The last `num_drafts` positions are for drafts: the worker's own guesses at the tokens after the known one. It may
     have fewer. For each position it draws the model's token, with that position's random number. A draft is accepted if
@@ -332,11 +332,11 @@ class StepResult(Struct, frozen=True, tag="step_result"):
 
     A worker may defer a chunk that samples: it samples no token, because what it needs for that is not ready (the mask
     of a grammar), and the other chunks must not wait. The manager then schedules the chunk's last position again. Until
-    that comes, the worker has no token for the chunks of the same slot behind it. It still appends their blocks to the
+    that comes, the worker has no token for the chunks of the same slot after it. It still appends their blocks to the
     slot's block table; what it computes and reports for them is ignored. The next step follows at once. So a
     worker that defers all tokens of a step should wait a little first. It must bound how often it defers a token.
 
-    The span of a chunk that is deferred, or whose token is invalid, is that one token. If this happens behind an
+    The span of a chunk that is deferred, or whose token is invalid, is that one token. If this happens after an
     accepted draft, the worker ends the span before it. The next step then meets it at its first position.
     """
 

@@ -18,8 +18,8 @@ QUANTIZATIONS = ("int8", "int4", "w4a8", "fp8", "nf4")
 DEFAULT_QUANTIZATION = "w4a8"  # of `self`: reads the fewest bytes, and computes fastest
 _LOOKUP_FIRST = "ngram+"
 _FORMS = (
-    "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], mtp[:K], or all "
-    f"but the first three behind {_LOOKUP_FIRST}, as in {_LOOKUP_FIRST}draft"
+    "off, auto, ngram[:K], draft[:PATH][:K], self[:QUANTIZATION][:K], medusa[:PATH], eagle:PATH[:K], mtp[:K], or "
+    f"{_LOOKUP_FIRST} before one of the last five, as in {_LOOKUP_FIRST}draft"
 )
 _WITHOUT_PATH = ("ngram", "self", "mtp")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)

@@ -100,7 +100,7 @@ class DraftLengths:
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
         self.is_drafting = False  # whether the newest step that has its result had drafts
         self.is_worthwhile = False  # whether drafts were expected to pay in the newest step that was planned
-        # The first step of the last trial, and the one behind its last.
+        # The first step of the last trial, and the one after its last.
         self.explored_id, self.explored_stop = -EXPLORE_EVERY, -EXPLORE_EVERY
         self.explored_length = max_drafts + 1  # drafts of a sequence in it, at most
         self.num_explored = 0  # trials, counted up to NUM_FIRST_TRIALS
@@ -253,7 +253,7 @@ class DraftLengths:
             self.num_accepted[position] += position < num_accepted
         if not num_verified and not self.is_drafting:
             return  # a draft model makes up for what it has not computed
-        # Behind a rejected draft, nothing is learned: those would have been drafts of another text.
+        # After a rejected draft, nothing is learned: those would have been drafts of another text.
         num_tries = min(num_accepted + 1, num_planned)
         weight = DECAY * sequence.acceptance_weight
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)

@@ -27,7 +27,7 @@ class PrefixMatch:
     blocks: list[int]  # full ones, to be shared
     num_tokens: int  # in `blocks`, in `partial`, and in what is loaded
     partial: int | None = None  # a block of the leader's that is full only in part, to be copied
-    num_loads: int = 0  # blocks behind `blocks` that the KV connector loads
+    num_loads: int = 0  # blocks after `blocks` that the KV connector loads
 
 
 class KVCacheManager:

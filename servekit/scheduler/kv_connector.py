@@ -5,7 +5,7 @@ worker owns these blocks, and drops the least recently used ones. The manager on
 
 - A block that is published and then reused is *stored*: the next plan names it, and the worker copies it before it
   computes anything. So the key is known from then on.
-- A waiting sequence finds the blocks of its prefix that are in the pool, and behind them those with a known key. When
+- A waiting sequence finds the blocks of its prefix that are in the pool, and after them those with a known key. When
   it is admitted it gets blocks for these, and the plan names them as *loads*. The worker runs its steps in order, and
   it loads at the beginning of a step. So loaded blocks are like computed ones: they are published at once, others may
   share them, and nothing waits for the result.

@@ -37,7 +37,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
     draft_s: float = 0.0  # for each draft that is verified
     drafting_s: float = 0.0  # for each round of the drafter, which makes one more draft for each sequence
     load_s: float = 0.0  # until the worker is ready
-    acceptance: float = 0.7  # of a draft behind accepted ones, with speculative decoding
+    acceptance: float = 0.7  # of a draft after accepted ones, with speculative decoding
 
     def duration_s(self, plan: StepPlan) -> float:
         """A step's duration: linear in its work, as in a roofline model (Williams, Waterman, Patterson, 2009)."""

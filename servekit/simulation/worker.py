@@ -170,7 +170,7 @@ class SimulatedWorker:
     stale slot or a missing copy all lead to a wrong token, and one wrong token changes all that follow.
 
     Its drafts are right or wrong as it is told. It keeps a token table, and writes garbage for wrong drafts, as a real
-    worker does. So a position that is not computed again behind a rejected draft leads to a wrong token, too.
+    worker does. So a position that is not computed again after a rejected draft leads to a wrong token, too.
 
     Its KV connector stores blocks by their keys. A load that fails leaves garbage in its block.
     """
@@ -196,7 +196,7 @@ class SimulatedWorker:
     def execute(
         self, plan: StepPlan, deferring: Collection[int] = (), drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS
     ) -> StepResult:
-        """Execute one step; no token is sampled for the slots in `deferring`, or behind a token that was not sampled.
+        """Execute one step; no token is sampled for the slots in `deferring`, or after a token that was not sampled.
 
         `drafts` has, by slot, how many drafts the worker makes, and how many of these are right. It makes none for
         other slots, and never more than were planned.
@@ -278,7 +278,7 @@ class SimulatedWorker:
             self.slots_with_logprobs.discard(slot)
 
     def _execute_behind(self, slot: _Slot, chunk: ScheduledChunk, step_id: int) -> _Span:
-        """Execute a chunk behind a deferred token, which the manager planned before it knew that.
+        """Execute a chunk after a deferred token, which the manager planned before it knew that.
 
         Like a real worker, it writes KV that must never be read, and reports tokens that must never be used.
         """
@@ -287,7 +287,7 @@ class SimulatedWorker:
         return _Span(slot, None, [GARBAGE] * count, count - 1)
 
     def _check_drafts(self, slot: _Slot, chunk: ScheduledChunk, start: int) -> None:
-        """Check a chunk with drafts, or behind drafts, which begins at `start`.
+        """Check a chunk with drafts, or after drafts, which begins at `start`.
 
         Raises Violation if the plan is based on other rejections than those of the newest steps, or goes too far.
         """
@@ -309,14 +309,14 @@ class SimulatedWorker:
             pages[table[position // block_size]][position % block_size] = state
 
     def _sample(self, slot: _Slot, position: int) -> int:
-        """Return the token at a position behind all that are computed, and put it into the token table."""
+        """Return the token at a position after all that are computed, and put it into the token table."""
         states = chain.from_iterable(map(self.pages.__getitem__, slot.block_table))
         token_id = next_token(islice(states, position))
         slot.tokens[position], slot.newest = token_id, position
         return token_id
 
     def _execute_drafts(self, slot: _Slot, num_drafts: int, num_right: int) -> list[int]:
-        """Compute drafts behind the newest token, and return the token behind each one that is right."""
+        """Compute drafts after the newest token, and return the token after each one that is right."""
         start = slot.newest
         stop = start + num_drafts
         token_ids = []

@@ -1,6 +1,6 @@
 """Attention on a GPU. All backends share the page layout [num_blocks, block_size, num_kv_heads, dim] of flash-attn.
 
-A block of codes has them in that order, too, and behind them their scales [block_size, num_kv_heads].
+A block of codes has them in that order, too, and after them their scales [block_size, num_kv_heads].
 
 Triton's kernels are our own and serve every model. flash-attn 2, and torch's version of it, need pages of a multiple of
 256 tokens and have no attention sinks. All of them use our own kernel to store keys and values.

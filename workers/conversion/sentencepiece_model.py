@@ -51,7 +51,7 @@ def tokenizer_json(file: Path, config: Mapping[str, Any], model_type: str) -> by
     if not 0 < len(proto.pieces) <= MAX_PIECES or kind not in (UNIGRAM, BPE):
         raise ConfigError(f"{file} is not a sentencepiece model of the kinds BPE and Unigram, so it is not converted")
     if proto.trainer_spec.treat_whitespace_as_suffix:
-        raise ConfigError(f"{file} puts spaces behind words (treat_whitespace_as_suffix), which is not converted")
+        raise ConfigError(f"{file} puts spaces after words (treat_whitespace_as_suffix), which is not converted")
     pieces = [piece.piece for piece in proto.pieces]
     added = _added_tokens(proto, config)
     for token in added:  # a token that replaces an unused piece

@@ -20,7 +20,7 @@ MAX_SKIPPED = 32  # steps
 class GroupBudget:
     """The processor time of a request's answers: a burst, and a little for each token.
 
-    What the masks behind drafts take is counted apart, so that drafts never end a request.
+    What the masks after drafts take is counted apart, so that drafts never end a request.
     """
 
     used_s: float = 0.0
@@ -34,7 +34,7 @@ class GroupBudget:
 
     @property
     def allows_drafts(self) -> bool:
-        """Whether there is time left for the masks behind drafts."""
+        """Whether there is time left for the masks after drafts."""
         return self.used_s + self.drafts_s < self.limit_s
 
     @property

@@ -74,7 +74,7 @@ class MaskProcess:
         self._shared = mmap.mmap(self._masks_fd, size)
         self._current = np.frombuffer(self._shared, dtype=np.int64, count=1)
         masks = np.frombuffer(self._shared, dtype=np.int32, offset=HEADER_BYTES)
-        # By slot: the mask of the next token, and the masks of the tokens behind its drafts.
+        # By slot: the mask of the next token, and the masks of the tokens after its drafts.
         self.masks: NDArray[np.int32] = masks.reshape(shape)
         self._process: subprocess.Popen[bytes] | None = None
         self._asks: MessageSender[AskMasks]

@@ -49,7 +49,7 @@ class SequenceState:
     is_waiting: bool = False  # for the answer to it
     is_slow: bool = False  # another process follows it, because its tenant is slow
     is_masked: bool = False  # the mask of the next token is in the shared memory
-    masked_drafts: tuple[int, ...] = ()  # and those behind these drafts
+    masked_drafts: tuple[int, ...] = ()  # and those after these drafts
     forced: tuple[int, ...] = ()  # the tokens that the grammar forces next, if that is known
 
     @property
@@ -62,7 +62,7 @@ class GrammarMatchers:
     """All sequences of a worker that have a grammar.
 
     `accept` takes what a step asks for. `advance` does a piece of the work, for the tenant that has used least lately.
-    `masks_address` is that of the masks, of `mask_bytes` each: by slot one for the next token, and one behind each of
+    `masks_address` is that of the masks, of `mask_bytes` each: by slot one for the next token, and one after each of
     `max_drafts` drafts. A tenant with a piece of work of more than `max_piece_s` is slow: its sequences are given up
     here.
     """
@@ -265,7 +265,7 @@ class GrammarMatchers:
         sequence.grammar.num_masks += 1
 
     def _look_ahead(self, sequence: SequenceState, grammar: CompiledGrammar) -> None:
-        """Find the tokens that the grammar forces, and compute the masks behind drafts, within the slice of time.
+        """Find the tokens that the grammar forces, and compute the masks after drafts, within the slice of time.
 
         The matcher consumes the drafts for that, and is rolled back. An error that a draft causes is no error of the
         answer: the matcher is dropped, and made again from the answer's tokens.

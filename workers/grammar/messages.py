@@ -15,7 +15,7 @@ def mask_bytes(vocab_size: int) -> int:
 
 
 def num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return how many tokens at the beginning of both are the same: the masks behind these are the same, too."""
+    """Return how many tokens at the beginning of both are the same: the masks after these are the same, too."""
     num_same = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -37,7 +37,7 @@ class Begin(Struct, frozen=True, array_like=True, gc=False):
 class Ask(Struct, frozen=True, array_like=True, gc=False):
     """Compute the mask for the token after these, which follow the tokens of the sequence's earlier messages.
 
-    Drafts are guesses at the tokens behind these. A mask is also computed for the token after each draft, up to the
+    Drafts are guesses at the tokens after these. A mask is also computed for the token after each draft, up to the
     first draft that the grammar forbids. They are no part of the sequence: a later message has the accepted ones among
     its `token_ids`.
     """
@@ -70,7 +70,7 @@ class Mask(Struct, frozen=True, array_like=True, gc=False):
     error: str = ""
     is_slow: bool = False
     number: int = 0  # of the ask that is answered
-    num_drafts: int = 0  # so many of the drafts are allowed, and the masks behind them are there, too
+    num_drafts: int = 0  # so many of the drafts are allowed, and the masks after them are there, too
     forced: tuple[int, ...] = ()  # tokens that the grammar forces next; not more than there may be drafts
 
 

@@ -43,7 +43,7 @@ class ModuleFiles:
 class SentenceTransformerFiles:
     """What sentence-transformers' files say. Without any, a text's embedding is the mean of its tokens'."""
 
-    modules: list[ModuleFiles]  # behind the transformer
+    modules: list[ModuleFiles]  # after the transformer
     max_seq_length: int | None
     lowercases: bool
     prompts: dict[str, str]

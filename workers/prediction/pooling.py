@@ -31,7 +31,7 @@ class HiddenStates:
 
     indices: list[int]  # of the items
     values: Tensor  # [num_items, num_tokens, hidden_size]
-    lengths: list[int]  # in tokens; what is behind an item's length is padding
+    lengths: list[int]  # in tokens; what is after an item's length is padding
     num_unpooled: list[int]  # first tokens of each item that pooling leaves out
 
     def mask(self) -> Tensor | None:
@@ -75,7 +75,7 @@ def _pool(mode: str, values: Tensor, mask: Tensor | None, hidden: HiddenStates) 
 
 
 class Dense(nn.Module):
-    """A linear layer with an activation, behind pooling."""
+    """A linear layer with an activation, after pooling."""
 
     def __init__(self, files: ModuleFiles) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Dense(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """A layer norm, behind pooling."""
+    """A layer norm, after pooling."""
 
     def __init__(self, files: ModuleFiles) -> None:
         super().__init__()
@@ -122,9 +122,9 @@ class EmbeddingHead(nn.Module):
         super().__init__()
         kinds = [each.kind for each in files]
         if kinds[:1] != ["Pooling"] or kinds.count("Pooling") != 1:
-            raise ConfigError(f"the modules behind the transformer are {kinds}; one Pooling must come first")
+            raise ConfigError(f"the modules after the transformer are {kinds}; one Pooling must come first")
         self.pooling = Pooling(files[0])
-        # The last Normalize is applied behind a cut to fewer dimensions, so that cut embeddings have length 1, too.
+        # The last Normalize is applied after a cut to fewer dimensions, so that cut embeddings have length 1, too.
         self.normalizes = kinds[-1] == "Normalize"
         kept = files[1:-1] if self.normalizes else files[1:]
         self.layers = nn.ModuleList(_make_layer(each) for each in kept)

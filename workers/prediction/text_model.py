@@ -25,7 +25,7 @@ from workers.prediction.pooling import HiddenStates
 log = logging.getLogger("servekit.worker")
 
 ROW_ATTENTION = "servekit_row"  # the name of `attend_in_row` in transformers
-# Families that can compute a row: the first position of each is 0, or the one behind that of padding.
+# Families that can compute a row: the first position of each is 0, or the one after that of padding.
 ROW_FAMILIES = {"bert": False, "camembert": True, "roberta": True, "xlm-roberta": True}
 MERGE_TOKENS = 64  # a group of texts joins the next longer one, if that adds at most so many tokens of padding
 CHECK_LENGTHS = (5, 3, 5, 9)

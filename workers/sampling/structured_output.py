@@ -8,7 +8,7 @@ this step, and the manager plans its position again. So a grammar delays the oth
 A matcher's state is derived from the token table like everything else. The tokens to send are that of the step before
 or, after a preemption and for a new process, the whole answer so far.
 
-A sequence with drafts has a row for each, and needs a mask for each. A row behind a draft that the grammar forbids has
+A sequence with drafts has a row for each, and needs a mask for each. A row after a draft that the grammar forbids has
 none, as does one whose mask is late. There the sequence's span ends, and no row before it is deferred for that.
 """
 
@@ -51,18 +51,18 @@ class _GrammarState:
     process: MaskProcess
     incarnation: int = 0  # of the mask process that has the sequence; 0: none
     num_sent: int = 0  # tokens of the answer that were sent to this process
-    # The mask of the token behind these was asked for, once, and a second time if there are drafts that the process did
+    # The mask of the token after these was asked for, once, and a second time if there are drafts that the process did
     # not get with the first ask.
     first_ask: int = 1  # earlier ones were about earlier tokens
     last_ask: int = 0
     is_asked: bool = False  # the last ask is not answered
     is_ready: bool = False  # the mask of the next token is in the shared memory
     asked_drafts: tuple[int, ...] = ()
-    ready_drafts: tuple[int, ...] = ()  # the masks behind these drafts are in the shared memory, too
-    forced: tuple[int, ...] = ()  # tokens that the grammar forces behind those that were sent, as far as is known
+    ready_drafts: tuple[int, ...] = ()  # the masks after these drafts are in the shared memory, too
+    forced: tuple[int, ...] = ()  # tokens that the grammar forces after those that were sent, as far as is known
     num_planned: int = 0  # drafts that the last plan allowed
     # The row was deferred with this many tokens in its answer. Until it is planned again, rows that a plan ahead has
-    # behind it have no valid token.
+    # after it have no valid token.
     deferred_at: int | None = None
     error: str = ""  # why there is no further mask
 
@@ -73,7 +73,7 @@ class _GrammarState:
             self.first_ask = self.last_ask + 1
 
     def ask(self, token_ids: tuple[int, ...], drafts: tuple[int, ...]) -> Ask:
-        """Return what asks for the masks behind tokens that the process lacks, and behind drafts."""
+        """Return what asks for the masks after tokens that the process lacks, and after drafts."""
         self.last_ask += 1
         self.is_asked, self.asked_drafts, self.ready_drafts = True, drafts, ()
         self.num_sent += len(token_ids)
@@ -106,7 +106,7 @@ class _GrammarState:
         return self.deferred_at is not None and row.num_outputs != self.deferred_at
 
 
-# A sequence, tokens of its answer that its process lacks, and drafts behind them.
+# A sequence, tokens of its answer that its process lacks, and drafts after them.
 _Unsent = tuple[_GrammarState, tuple[int, ...], tuple[int, ...]]
 
 
@@ -151,7 +151,7 @@ class Constrained:
 
     logits: Tensor  # [num_rows, vocab_size]
     failures: tuple[tuple[int, str], ...] = ()  # (row, why its answer ends)
-    deferred: tuple[int, ...] = ()  # rows; among them those behind drafts that have no mask
+    deferred: tuple[int, ...] = ()  # rows; among them those after drafts that have no mask
 
 
 class GrammarMasks:
@@ -242,7 +242,7 @@ class GrammarMasks:
         """Ask for the masks of the next step, given the token ids [num_rows] that this one has sampled on a CPU.
 
         Without it, the process would compute them beside the forward pass, which uses all cores. A mask is computed in
-        vain if the answer has ended. `begin` asks for the others, and for those behind drafts.
+        vain if the answer has ended. `begin` asks for the others, and for those after drafts.
         """
         sampled = token_ids.tolist() if batch.sequences else []
         unsent: list[_Unsent] = []
@@ -254,10 +254,10 @@ class GrammarMasks:
         self._send(unsent)
 
     def forced_tokens(self, assignment: SlotAssignment, num_outputs: int, max_drafts: int) -> tuple[int, ...]:
-        """Return tokens that a sequence's grammar forces behind `num_outputs` tokens of its answer, as far as known.
+        """Return tokens that a sequence's grammar forces after `num_outputs` tokens of its answer, as far as known.
 
         They are drafts for the slot's next chunk. Their text is certain, and how it is divided into tokens is not. The
-        masks behind them come with the answers of the mask process to later steps, if these are steps with drafts, too.
+        masks after them come with the answers of the mask process to later steps, if these are steps with drafts, too.
         """
         state = self._states.get(assignment.slot)
         if state is None or state.assignment is not assignment:

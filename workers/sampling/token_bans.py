@@ -69,7 +69,7 @@ def _banned(rows: list[SamplingRow], shape: tuple[int, int], table: SlotTable) -
     num_different = torch.zeros(len(bad_words.cells), dtype=torch.int32, device=indices.device)
     ends = num_different.scatter_add_(0, words, differs) == 0
     # Several words may end in one token, and any of them bans it. Words that would not be complete write to an extra
-    # cell behind the last row.
+    # cell after the last row.
     extra = num_rows * vocab_size
     indices = torch.cat([indices[:num_certain], torch.where(ends, indices[num_certain:], extra)])
     banned = torch.zeros(extra + 1, dtype=torch.bool, device=indices.device).index_fill_(0, indices, True)
@@ -105,7 +105,7 @@ def _bad_words(rows: list[SamplingRow], vocab_size: int, row_length: int) -> _Ba
         positions = np.array([[rows[index].position] for index in indices])
         ends = np.array([[rows[index].slot * row_length] for index in indices]) + positions
         cells = np.array([[index * vocab_size] for index in indices]) + flat.last
-        # Words that the model or the answer is too short for ban nothing: their cell is behind the last row.
+        # Words that the model or the answer is too short for ban nothing: their cell is after the last row.
         is_possible = (flat.last < vocab_size) & (flat.lengths <= positions)
         cells = np.where(is_possible, cells, len(rows) * vocab_size)
         compared = np.maximum(ends - flat.distances, 0)

@@ -18,7 +18,7 @@ def accept_drafts(plan: StepPlan, rows: StepResult) -> StepResult:
     `plan` is the one that was executed, with token ids for all drafts. `rows` has one token for each sampled row: the
     model's choice after the chunk's newest token, and after each draft. A choice is valid if all drafts before it are
     what the model chose itself. So a span is the first row, and one more for each accepted draft. A deferred or failed
-    row behind an accepted draft ends the span before it, and the next step meets it at its first position.
+    row after an accepted draft ends the span before it, and the next step meets it at its first position.
     """
     drafts_of_chunks = drafts_of(plan)
     if not any(drafts_of_chunks):

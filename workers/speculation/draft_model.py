@@ -45,7 +45,7 @@ log = logging.getLogger("servekit.worker")
 # sequence that waits for its drafts loses more.
 MAX_CATCH_UP_TOKENS = 256
 MAX_WANTED_CATCH_UP_TOKENS = 2048
-# The last tokens of a sequence that are computed with the drafts behind them: the newest one, and before it the last of
+# The last tokens of a sequence that are computed with the drafts after them: the newest one, and before it the last of
 # several drafts that were all accepted.
 MAX_LACKING = 2
 # Each plan that asks for drafts adds one to the demand, up to the maximum, and each other one subtracts one. From the
@@ -230,7 +230,7 @@ class DraftModelDrafter(Drafter):
                 self._num_filled[list(chunk.new_block_ids)] = 0
             num_known = min(len(chunk.token_ids), chunk.num_tokens - chunk.num_drafts)
             end = chunk.start + num_known
-            # A single token is computed with the drafts behind it. A chunk that ends early is left out also if its
+            # A single token is computed with the drafts after it. A chunk that ends early is left out also if its
             # prompt goes on: a step's limit often divides short prompts.
             if num_known > 1 and (self._is_wanted or end > MAX_LEFT_OUT_TOKENS):
                 self._prompts.append((chunk.slot, chunk.start, end))
@@ -290,7 +290,7 @@ class DraftModelDrafter(Drafter):
         self._compute([span for span in spans if span[1] < span[2]])
 
     def prepare(self, requests: list[DraftRequest]) -> None:
-        """Make up for what sequences lack, but for the last tokens, which are computed with the drafts behind them."""
+        """Make up for what sequences lack, but for the last tokens, which are computed with the drafts after them."""
         self._is_asked = True
         spans, num_left = [], MAX_WANTED_CATCH_UP_TOKENS if self._is_wanted else MAX_CATCH_UP_TOKENS
         for request in requests:
@@ -328,14 +328,14 @@ class DraftModelDrafter(Drafter):
     def _num_drafts(self, request: DraftRequest) -> int:
         """Return how many drafts the sequence's blocks and the draft model's context have room for.
 
-        The last draft is not computed, so the position behind it needs no room.
+        The last draft is not computed, so the position after it needs no room.
         """
         table = self._table
         room = min(int(table.num_blocks[request.slot]) * table.block_size, self._max_length)
         return max(0, min(request.max_drafts, room - request.num_tokens + 1))
 
     def _compute(self, spans: list[tuple[int, int, int]]) -> Tensor | None:
-        """Compute positions [start, stop) of slots; return the likeliest token [num_spans] behind each."""
+        """Compute positions [start, stop) of slots; return the likeliest token [num_spans] after each."""
         if not spans:
             return None
         chunks = tuple(ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans)
@@ -400,7 +400,7 @@ class DraftModelDrafter(Drafter):
     ) -> Tensor:
         """Return the likeliest next tokens [num_indices] int64; of all tokens without `indices`.
 
-        The decoder and its head are called and not the model. What a model does to logits behind its head, scaling or
+        The decoder and its head are called and not the model. What a model does to logits after its head, scaling or
         capping them, keeps their order. For a small draft model, what is around the layers takes longer than they do.
         """
         if self._max_token_id is not None:

@@ -21,7 +21,7 @@ from workers.loading.model_manager import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A sequence that wants up to `max_drafts` guesses at the tokens behind its newest one.
+    """A sequence that wants up to `max_drafts` guesses at the tokens after its newest one.
 
     Its tokens are the first `num_tokens` cells of its row of the token table. The newest one, at position
     `num_tokens - 1`, is not computed yet: it is the first token of the chunk that will verify the drafts. The slot's
@@ -126,7 +126,7 @@ class Drafter:
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         """Return up to `max_drafts` token ids for each request; an empty tuple is no guess.
 
-        Behind an id that the model does not have, drafts are dropped, as are more than were wanted.
+        After an id that the model does not have, drafts are dropped, as are more than were wanted.
         """
         return [()] * len(requests)
 

@@ -51,7 +51,7 @@ class Head(Protocol):
         ...
 
     def predict(self, hidden_states: Tensor) -> Tensor:
-        """Return the most probable token behind each row of what `forward` returned."""
+        """Return the most probable token after each row of what `forward` returned."""
         ...
 
 
@@ -117,7 +117,7 @@ class EagleDrafter(Drafter):
             self._last_returned[assignment.slot] = self._waiting_position[assignment.slot] = NO_POSITION
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        """Compute the head for each token of the step. Behind a rejected draft, the next step computes it again."""
+        """Compute the head for each token of the step. After a rejected draft, the next step computes it again."""
         assert hidden_states is not None
         slots, metadata = batch.slots, batch.attention
         begins = metadata.num_keys - metadata.num_queries

@@ -106,7 +106,7 @@ class Eagle3Head(nn.Module):
         return output
 
     def predict(self, hidden_states: Tensor) -> Tensor:
-        """Return the most probable token [num_rows] behind each row of what `forward` returned."""
+        """Return the most probable token [num_rows] after each row of what `forward` returned."""
         token_ids: Tensor = self.lm_head(self.norm(hidden_states)).argmax(dim=-1)
         return token_ids if self.target_ids is None else self.target_ids[token_ids]
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind a model's last one, which its checkpoint has for this purpose.
+"""Multi-token prediction: layers after a model's last one, which its checkpoint has for this purpose.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2. Such a layer reads the model's last hidden states and
 the embedding of the token that follows, and is a decoder layer of the model's own kind. Embedding and output head are
@@ -65,7 +65,7 @@ class MtpHead:
         return normed[0]
 
     def predict(self, hidden_states: Tensor) -> Tensor:
-        """Return the most probable token [num_rows] behind each row of what `forward` returned."""
+        """Return the most probable token [num_rows] after each row of what `forward` returned."""
         token_ids: Tensor = self._mtp._project_to_logits(hidden_states).argmax(dim=-1)
         return token_ids
 
@@ -109,7 +109,7 @@ def load_mtp_head(path: Path, loaded: LoadedModel) -> MtpHead:
 def _without_memory(path: Path, loaded: LoadedModel) -> PreTrainedModel:
     """Return the model with the layers of transformers, of which the MTP layer has the classes.
 
-    MtpModel takes the tensors that the model itself ignores. transformers knows the number of the first layer behind
+    MtpModel takes the tensors that the model itself ignores. transformers knows the number of the first layer after
     the last one only for models that their makers have published.
     """
     config = copy.deepcopy(loaded.model.config)

@@ -51,7 +51,7 @@ class IndexedText:
     """The tokens of one sequence, and where each n-gram of them stood last.
 
     An index is a table of places without chains: an n-gram has one place, given by its hash, which holds the position
-    behind its newest occurrence. An n-gram with the same place replaces it. So an entry may be lost or of other
+    after its newest occurrence. An n-gram with the same place replaces it. So an entry may be lost or of other
     tokens, and the tokens are compared before it is used. In turn an entry takes 4 bytes, and all n-grams of a long
     prompt are entered by a few operations of numpy.
 
@@ -90,7 +90,7 @@ class IndexedText:
                 continue
             newest = tokens[num_tokens - length :]
             begin = index[self._place(newest)]
-            # Entries from before a `replace` may lie behind the end.
+            # Entries from before a `replace` may lie after the end.
             if 0 < begin < num_tokens and tokens[begin - length : begin] == newest:
                 followed = tokens[begin : begin + max_tokens]
                 return tuple((followed * -(-max_tokens // len(followed)))[:max_tokens])

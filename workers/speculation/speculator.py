@@ -39,7 +39,7 @@ class _Progress:
     newest: int = NO_TOKEN  # its id; NO_TOKEN while it is on its way to the host
     is_verifying: bool = False  # a step in flight has drafts of it, so that num_tokens is not known
     # The row that its newest token comes from was deferred, or failed. Until the manager sends known tokens, there is
-    # no token for the chunks behind it, and what they sample is ignored.
+    # no token for the chunks after it, and what they sample is ignored.
     is_stalled: bool = False
 
     @property
@@ -84,7 +84,7 @@ class Speculator:
         self._progress: dict[int, _Progress] = {}  # by slot
         self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
         # What the drafter took for the newest plan: to make drafts, and for what it computes of prompts and answers
-        # because there will be drafts behind it.
+        # because there will be drafts after it.
         self.draft_time_s = self.draft_prompt_time_s = 0.0
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Speculator:
             progress = self._progress[chunk.slot]
             if not (chunk.num_drafts and self._may_have_drafts(progress)):
                 continue
-            # The token behind the last draft needs a cell, too.
+            # The token after the last draft needs a cell, too.
             num_wanted = min(chunk.num_drafts, self._table.row_length - 1 - progress.num_tokens)
             if num_wanted <= 0:
                 continue

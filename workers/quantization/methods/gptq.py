@@ -15,7 +15,7 @@ from torch import Tensor
 from servekit.errors import ConfigError
 from workers.quantization.methods.grid import Grid, RoundedMatrix
 
-BLOCK_SIZE = 128  # columns whose effect on those behind them is added at once, by one multiplication
+BLOCK_SIZE = 128  # columns whose effect on those after them is added at once, by one multiplication
 DAMPENING = 0.01  # of H's mean diagonal, added to its diagonal: the paper's
 MAX_DAMPENING = 10.0
 
