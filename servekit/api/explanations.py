@@ -115,8 +115,8 @@ class Explanations:
         ended = self._ended[tenant].requests.get(request_id) if tenant in self._ended else None
         if ended is None:
             raise RequestNotFound(
-                f"this process remembers no request {request_id!r} of this tenant; send the X-Request-Id of one that "
-                f"generates, or has done so lately: of all tenants, at most {MAX_ENDED} are remembered after their end",
+                f"there is no request {request_id!r} of this tenant to explain; send the X-Request-Id of a running or "
+                f"recent one: at most {MAX_ENDED} ended requests are remembered, of all tenants together",
                 param="id",
             )
         return explain(request_id, ended.times, ended.last, ended.end_s, is_finished=True)

@@ -249,9 +249,9 @@ def adapters_at_start(config: ServeConfig) -> dict[str, str]:
                 "by commas; a name has letters, digits, '.', '_', ':', '/' and '-'"
             )
         if name in ANY_MODEL:
-            raise ConfigError(f"lora (--lora): clients name any model {name!r}; choose another name for the adapter")
+            raise ConfigError(f"lora (--lora): the name {name!r} stands for any model; choose another name")
         if name in found or name in (config.model_name, config.model):
-            raise ConfigError(f"lora (--lora): the name {name!r} is given twice; each adapter needs one of its own")
+            raise ConfigError(f"lora (--lora): the name {name!r} is given twice; each adapter needs its own name")
         found[name] = path
     return found
 
@@ -266,6 +266,6 @@ def check_adapters(config: ServeConfig) -> None:
     for flag, is_set in reasons.items():
         if is_set and config.has_adapters:
             raise ConfigError(
-                f"LoRA adapters (--lora, --enable-lora) and {flag} do not go together yet; leave one of them out, or "
+                f"LoRA adapters (--lora, --enable-lora) and {flag} cannot be combined yet; leave one of them out, or "
                 "merge the adapter into its model"
             )

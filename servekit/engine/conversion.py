@@ -141,7 +141,7 @@ def _end_of(job: ConversionJob, exit_code: int) -> str:
             "machine's memory is full"
         )
     if exit_code < 0:
-        return f"the process crashed ({signal.Signals(-exit_code).name}), so the files are damaged, or an attack"
+        return f"the process crashed ({signal.Signals(-exit_code).name}), so the files are damaged or malicious"
     return f"the process ended with code {exit_code} (--log-level debug logs what it wrote)"
 
 

@@ -70,7 +70,7 @@ def find_model(model: str, revision: str | None = None, *, may_download: bool = 
     """
     if revision is not None and (model == DEMO_MODEL or is_simulated(model) or Path(model).exists()):
         raise ConfigError(
-            f"model {model!r} is no repository of Hugging Face and has no revisions; leave out --revision"
+            f"model {model!r} is not a Hugging Face repository and has no revisions; leave out --revision"
         )
     if model == DEMO_MODEL:
         return DEMO_MODEL_PATH
@@ -127,7 +127,7 @@ def find_pickled_model(model: str, revision: str | None = None) -> Path:
     if Path(model).is_dir():
         path = find_model(model, revision)
     elif Path(model).exists() or model.startswith((".", "/", "~")) or model == DEMO_MODEL or is_simulated(model):
-        raise ConfigError(f"model {model!r} is no directory with {PICKLED_WEIGHTS}, and no id of Hugging Face")
+        raise ConfigError(f"model {model!r} is neither a directory with {PICKLED_WEIGHTS} nor a Hugging Face id")
     else:
         path = download_snapshot(*split_revision(model, revision), with_pickled_weights=True)
     return path

@@ -115,7 +115,7 @@ class RequestPredictions(Observer):
 
     def _switch_off(self) -> None:
         self._is_off = True
-        log.exception("a request could not be predicted; no more requests are, until the server starts again")
+        log.exception("a request could not be predicted; prediction is off until the server starts again")
 
     async def _play(self, predicted: _Predicted) -> Prediction | None:
         began_s = self._clock() - predicted.save_s  # part of the first slice

@@ -79,7 +79,7 @@ class WaitingTimes:
         if type(error) not in self._logged:
             self._logged.add(type(error))
             log.error(
-                "the predicted waiting time could not be corrected; the formula is used as it is. Further errors of "
+                "the predicted waiting time could not be corrected; the uncorrected formula is used. Further errors of "
                 "this kind are not logged",
                 exc_info=error,
             )

@@ -57,7 +57,7 @@ class EvaluationSettings(Struct, kw_only=True):
         if self.quantization is not None and self.model is None:
             raise ConfigError("--quantization needs a MODEL to serve; the server at --url has its own weights")
         if self.model is not None and self.served_model_name is not None:
-            raise ConfigError("--served-model-name is of a server at --url, and MODEL is served under its own name")
+            raise ConfigError("--served-model-name is for a server at --url; MODEL is served under its own name")
         if self.against_model_name is not None and self.url is None and self.against is None:
             raise ConfigError("--against-model-name needs --against, or --url for another model of the same server")
         if self.text is None and not self.questions:

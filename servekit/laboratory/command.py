@@ -78,7 +78,7 @@ def _settings(options: LabOptions) -> LabSettings:
         if name not in MODES:
             raise ConfigError(f"--modes {name}: unknown; use one or several of {', '.join(MODES)}")
     if options.load <= 0:
-        raise ConfigError("--load 0: no request would ever come; give a share above 0")
+        raise ConfigError("--load 0: no request would ever arrive; give a share above 0")
     if options.ablation is not None and options.ablation not in ABLATIONS:
         raise ConfigError(f"ablation {options.ablation}: unknown; use one of {', '.join(ABLATIONS)}")
     max_model_len = min(options.max_model_len, REAL_MAX_MODEL_LEN) if options.real else options.max_model_len
@@ -108,7 +108,7 @@ def _model_name(options: LabOptions) -> str:
 def _simulated_model(options: LabOptions) -> SimulatedModel:
     name = _model_name(options)
     if not is_simulated(name):
-        raise ConfigError(f"--model {name}: in virtual time the model is sim:SPEC; play a real one with --real")
+        raise ConfigError(f"--model {name}: in virtual time the model is sim:SPEC; use --real for a real model")
     return parse_simulated(name)
 
 

@@ -65,7 +65,7 @@ class RealRun:
             watcher = _JournalWatcher(self._settings.make_timeline(), self._arrivals_s)
             result = replay_journal(journal, watcher)
         if result.num_restarts:
-            raise ServekitError("the worker was lost during the run, so its times mean nothing; run it again")
+            raise ServekitError("the worker was lost during the run, so its times are not valid; run it again")
         if result.difference is not None:
             raise ServekitError(f"the journal of the run cannot be replayed: {result.difference}")
         return watcher.timeline

@@ -210,8 +210,8 @@ def _check(options: PlanOptions, shape: ModelShape) -> None:
         raise ConfigError("--rate 0: give the requests per second that the service must serve")
     if shape.num_heads % options.tensor_parallel_size:
         raise ConfigError(
-            f"--tensor-parallel-size {options.tensor_parallel_size}: the model has {shape.num_heads} heads, which so "
-            "many ranks cannot share"
+            f"--tensor-parallel-size {options.tensor_parallel_size}: the model has {shape.num_heads} heads, which "
+            "this many ranks cannot divide"
         )
 
 

@@ -320,7 +320,7 @@ class PlacedWorker:
             if self._leaving.is_set():
                 log.info("the worker on %s has left", reservation.node)
                 return
-            log.warning("the worker on %s has ended, and is placed anew (%s)", reservation.node, why)
+            log.warning("the worker on %s has ended, and is started again (%s)", reservation.node, why)
             if code == PERMANENT:
                 report(f"a worker on {reservation.address} cannot serve: {why}")
         finally:

@@ -69,8 +69,8 @@ def check_supported(request: GenerationRequest, model: str, dialect: Dialect) ->
             raise InvalidRequest(f"{prompt.param} is empty; send a text", param=prompt.param)
     if request.chat is None and request.max_tokens is None:
         raise InvalidRequest(
-            f"the model {model!r} runs on another server, which would end the answer after a few tokens; send the most "
-            "tokens that you want (max_tokens, or max_new_tokens)",
+            f"the model {model!r} runs on another server, which would end the answer after a few tokens; send "
+            "max_tokens (or max_new_tokens)",
             param="max_tokens",
         )
     if dialect == "openai":

@@ -87,19 +87,19 @@ def _compare(path: Path, options: ReplayOptions) -> Comparison:
     config, changes = change_settings(header.config, options)
     if config.max_drafts:
         raise ConfigError(
-            f"{path}: the server used speculative decoding. Which drafts other steps would have accepted is not known; "
-            "record with --speculative off, or leave the settings out to compare decisions"
+            f"{path}: the server used speculative decoding. It is not known which drafts other steps would have "
+            "accepted; record with --speculative off, or leave the settings out to compare decisions"
         )
     if config.has_kv_connector:
         raise ConfigError(
-            f"{path}: the server offloaded KV blocks. Which ones other steps would have found is not known; record "
-            "without --kv-offload-memory-bytes, or leave the settings out to compare decisions"
+            f"{path}: the server offloaded KV blocks. It is not known which blocks other steps would have found; "
+            "record without --kv-offload-memory-bytes, or leave the settings out to compare decisions"
         )
     recorded = read_run(path, header.config)
     if config.enable_prefix_caching and not header.config.enable_prefix_caching:
         raise ConfigError(
-            f"{path}: the server ran without the prefix cache, so its journal does not tell which prompts begin alike; "
-            "--enable-prefix-caching cannot be tried with it"
+            f"{path}: the server ran without the prefix cache, so its journal does not show which prompts share a "
+            "prefix; --enable-prefix-caching cannot be tried with it"
         )
     durations, step_times, error = _durations(path, recorded, options)
     replayed = ChangedRun(recorded, config, durations).play()

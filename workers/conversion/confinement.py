@@ -94,7 +94,7 @@ def confine(writable: Path, memory_bytes: int, cpu_s: int) -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
         raise ConfigError(
-            f"the process that reads files of others has {num_threads} threads before it drops its privileges, and may "
+            f"the process that reads untrusted files has {num_threads} threads before it drops its privileges, and may "
             "have 1; a library started the others when it was imported"
         )
     limit_address_space(memory_bytes)
@@ -187,6 +187,6 @@ def _forbid_writing_outside(library: ctypes.CDLL, writable: Path) -> None:
 def _refused(what: str) -> ConfigError:
     reason = os.strerror(ctypes.get_errno())
     return ConfigError(
-        f"the kernel refuses {what} ({reason}), without which the process that reads files of others cannot drop "
+        f"the kernel refuses {what} ({reason}), without which the process that reads untrusted files cannot drop "
         "its privileges; convert them on another machine, or in a container that allows it"
     )

@@ -62,8 +62,8 @@ def convert_weights(files: list[Path], directory: Path) -> tuple[int, int, int]:
             _check(file, name, tensor)
             if writer.num_bytes + tensor.nbytes > max_bytes:
                 raise ConfigError(
-                    f"{file} describes {name[:200]!r} with {tensor.nbytes:,} bytes, which the files do not hold; they "
-                    "are damaged, or an attack"
+                    f"{file} describes {name[:200]!r} with {tensor.nbytes:,} bytes, which the files do not hold; "
+                    "they are damaged or malicious"
                 )
             if name in written:
                 raise ConfigError(f"{file} holds {name[:200]!r}, which another file holds, too")
@@ -87,8 +87,8 @@ def _tensors_of(file: Path) -> dict[Any, Any]:
                 f"{file} cannot be read, or takes more memory than its size allows: {in_one_line(error)}"
             ) from None
         raise ConfigError(
-            f"{file} holds something else than weights, so it is not read: {_reason_of(error)}. Do not open it with "
-            "another program unless you trust its maker"
+            f"{file} contains objects other than weights, so it is not read: {_reason_of(error)}. Do not open it with "
+            "another program unless you trust its author"
         ) from None
     if not isinstance(loaded, Mapping):
         raise ConfigError(f"{file} holds a {type(loaded).__name__}, and not tensors by name")

@@ -28,7 +28,7 @@ async def create_batch(request: Request) -> Response:
     endpoints: tuple[str, ...] = request.app.state.batch_endpoints
     if wanted.endpoint not in endpoints:
         raise InvalidRequest(
-            f"endpoint = {wanted.endpoint!r}: a batch can be of {', '.join(endpoints)}", param="endpoint"
+            f"endpoint = {wanted.endpoint!r}: a batch takes one of {', '.join(endpoints)}", param="endpoint"
         )
     file = await find_file(request, wanted.input_file_id)
     if file.purpose != "batch":

@@ -206,8 +206,8 @@ class OpenAIFields(CommonFields, kw_only=True):
         )
         if self.truncation_side == "right":
             raise InvalidRequest(
-                "truncation_side = 'right' is not supported by this server: truncate_prompt_tokens keeps the last; "
-                "shorten the text, or leave it out",
+                "truncation_side = 'right' is not supported by this server: truncate_prompt_tokens keeps the last "
+                "tokens; shorten the text, or leave it out",
                 param="truncation_side",
             )
         if self.stream_options is not None and not self.stream:

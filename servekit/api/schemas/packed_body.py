@@ -188,7 +188,7 @@ def pack(job: DecodeBody) -> PackedBody | Refusal:
         message = "the request body has an integer of more than 64 bits in a message; send a smaller one, or a text"
         return Refusal(kind.__name__, False, message, "messages", InvalidRequest.code)
     except MemoryError:
-        message = f"the request body of {len(body)} bytes takes more memory than one may take; send a smaller one"
+        message = f"the request body of {len(body)} bytes takes more memory than a body may take; send a smaller one"
         return Refusal(kind.__name__, False, message, None, InvalidRequest.code)
 
 

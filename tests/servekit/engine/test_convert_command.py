@@ -101,7 +101,7 @@ def test_what_cannot_be_converted_leaves_nothing_behind(
     assert main(["convert", str(model), str(output)]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert main(["convert", "demo", str(tmp_path / "new")]) == 2
-    assert "is no directory with pytorch_model*.bin" in capsys.readouterr().err
+    assert "is neither a directory with pytorch_model*.bin" in capsys.readouterr().err
 
 
 def test_a_model_gets_its_tokenizer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ async def test_two_models_of_one_server_are_compared() -> None:
     assert chosen.compares and not EvaluationSettings(url="u").compares
     with pytest.raises(ConfigError, match="--against-model-name needs"):
         EvaluationSettings(model="demo", against_model_name="v1", questions=["demo"]).check()
-    with pytest.raises(ConfigError, match="--served-model-name is of a server"):
+    with pytest.raises(ConfigError, match="--served-model-name is for a server"):
         EvaluationSettings(model="demo", served_model_name="v1", questions=["demo"]).check()
 
 

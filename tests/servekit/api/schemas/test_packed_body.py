@@ -334,4 +334,4 @@ async def test_body_that_takes_too_much_memory_is_refused_as_the_clients_error(m
 
     monkeypatch.setattr(packed_body, "decode_kind", fail)
     message = refused({"prompt": "a"}, COMPLETION)
-    assert "takes more memory than one may take" in message
+    assert "takes more memory than a body may take" in message
