@@ -366,8 +366,8 @@ class GrammarMasks:
         for state in self._states.values():
             if state.assignment.group_id == group_id:
                 state.error = (
-                    "the grammar took too much memory or nesting, and ended the process that computes token masks: make "
-                    "it simpler"
+                    "the grammar took too much memory or nesting, and ended the process that computes token masks: "
+                    "make it simpler"
                 )
 
     def constrain(
