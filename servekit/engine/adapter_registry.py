@@ -63,7 +63,7 @@ class WaitingRequest:
 
     adapter: LoraAdapter
     place: asyncio.Future[AdapterUse]
-    since_s: float  # of the event loop's clock
+    since_s: float  # time on the event loop's clock
 
 
 class AdapterRegistry:
@@ -76,8 +76,8 @@ class AdapterRegistry:
         self._max_loras, self._ask = config.max_loras, ask
         self._max_waiting = config.max_num_queued_reqs
         self._adapters: dict[str, LoraAdapter] = {}
-        self._paths: dict[str, str] = {}  # of `_adapters`; requests look names up here
-        self._num_uses: Counter[LoraAdapter] = Counter()  # of those with requests
+        self._paths: dict[str, str] = {}  # paths of `_adapters`; requests look up names here
+        self._num_uses: Counter[LoraAdapter] = Counter()  # only adapters with requests
         self._waiting: deque[WaitingRequest] = deque()
         self._next_number = 1
         self._loading: set[str] = set()

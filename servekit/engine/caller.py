@@ -11,7 +11,7 @@ class Caller(Struct, frozen=True):
     tenant: str = ""
     request_id: str = ""
     min_priority: int = -1000  # the most urgent priority that its requests may have; by default any
-    max_answers: int | None = None  # that a request may ask for; None: --max-client-batch-size
+    max_answers: int | None = None  # maximum answers of a request; None: --max-client-batch-size
 
 
 ANONYMOUS = Caller()

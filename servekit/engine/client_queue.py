@@ -21,7 +21,7 @@ from servekit.scheduler.sequence import FinishReason
 class TokenDelta(Struct, frozen=True, array_like=True, gc=False):
     """One token of a sequence and the text that it completes; or the end of a sequence, without a token."""
 
-    index: int  # which of the request's sequences
+    index: int  # index of the sequence in its request
     token_id: int | None
     text: str
     special: bool

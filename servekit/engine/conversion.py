@@ -30,7 +30,7 @@ TOKENIZER_CPU_S = 300
 # gigabyte (workers/compression/checkpoint_writer.py) with the bytes that it is written as.
 WEIGHTS_MEMORY_BYTES = 2**32
 WEIGHTS_BYTES_PER_CPU_S = 2**24  # a hundredth of what two cores took
-MAX_OUTPUT_BYTES = 2**16  # of what the process writes; more is read, and forgotten
+MAX_OUTPUT_BYTES = 2**16  # output of the process that is kept; more is read and discarded
 MAX_ERROR_LENGTH = 2_000
 # The variables that it gets: those that Python and the libraries need to start. Any other may contain a secret.
 VARIABLES = frozenset({

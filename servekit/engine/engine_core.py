@@ -34,10 +34,10 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
-STALL_TIMEOUT_S = 10.0  # of the main loop, in addition to the time that a step may take
+STALL_TIMEOUT_S = 10.0  # limit of one main loop iteration, in addition to the time of a step
 MAX_ANNOUNCED_BLOCKS = 2**17  # by a new worker; one that joined may go on for ever
 KEYS_PER_COMMAND = 1024  # a journal hashes them, which takes 1 µs for each
-ENDS_PER_TURN = 32  # of sequences: so many take about 2 ms, and then other callbacks run before the next plan
+ENDS_PER_TURN = 32  # ends of sequences; this many take about 2 ms, and then other callbacks run before the next plan
 RETRY_AFTER_S = 5  # for clients, while it is not known when the next worker will be ready
 
 
@@ -92,7 +92,7 @@ class EngineCore:
         self._replica = replica
         self._wake = asyncio.Event()  # wakes an idle main loop
         self._is_idle = False
-        self._knows_blocks = not manager.kv_connector.is_on  # that the worker's KV connector held when it started
+        self._knows_blocks = not manager.kv_connector.is_on  # whether it knows what the KV connector holds
         self._iteration_began_s = clock()
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._warned_of_latency_target = False

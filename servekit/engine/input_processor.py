@@ -34,8 +34,8 @@ from servekit.time_causes import TimeCause
 
 MAX_BAD_WORD_TOKENS = 1024
 MAX_PREDICTION_TOKENS = 2**12  # sent to the worker within a step plan, for each answer; further ones are left out
-MAX_PREDICTION_CHARACTERS = 8 * MAX_PREDICTION_TOKENS  # of which these are encoded
-TOKENS_PER_SLICE = 2**14  # of prompts; checking them and hashing their blocks takes about a millisecond
+MAX_PREDICTION_CHARACTERS = 8 * MAX_PREDICTION_TOKENS  # characters that are encoded to find these tokens
+TOKENS_PER_SLICE = 2**14  # prompt tokens; checking them and hashing their blocks takes about a millisecond
 TOKENS_PER_ANSWER = 2**8  # these take as long as preparing the parameters of one answer
 MAX_LOGPROBS = 2**22  # values in the answers to one request; in JSON, each takes about 60 bytes
 # Variables that the server sets, from fields of their own or not at all. A request's chat_template_kwargs may not.
@@ -59,7 +59,7 @@ class PreparedPrompt(Struct, frozen=True, gc=False):
 
     token_ids: array[int]
     sampling: list[SamplingParams]
-    block_hashes: list[bytes] = []  # of its full blocks, for the prefix cache
+    block_hashes: list[bytes] = []  # hashes of its full blocks, for the prefix cache
 
 
 class InputProcessor:

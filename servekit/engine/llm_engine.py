@@ -66,7 +66,7 @@ from servekit.time_causes import TimeCause
 
 log = logging.getLogger("servekit")
 
-TOKENS_PER_SLICE = 2**15  # of prompts, admitted without a pause; looking up their blocks takes about a millisecond
+TOKENS_PER_SLICE = 2**15  # prompt tokens admitted without a pause; looking up their blocks takes about a millisecond
 TOKENS_PER_ANSWER = 2**11  # these take as long as adding one sequence
 PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_PROMPT = PreparedPrompt(array("i", [0]), [SamplingParams(max_tokens=1, temperature=0.0)])
@@ -112,7 +112,7 @@ class LLMEngine(OneModel):
         self._result_budget = result_budget or SharedBudget(config.max_total_logprobs)
         self._probe = ReadinessProbe(self._generate_token, clock)
         self._output: OutputProcessor | None = None
-        self._sequence_ids = itertools.count()  # in order of arrival
+        self._sequence_ids = itertools.count()  # ids ascend in order of arrival
         self._tokenizer: Tokenizer | None = None
         self.speculative = SpeculativeConfig()  # the chosen drafter
         self._journals: list[Journal] = []  # one for each replica, if there are any
@@ -315,7 +315,7 @@ class LLMEngine(OneModel):
         ready = replica.executor.ready
         assert ready is not None and self._output is not None
         limits = scheduler_config(config, ready, self.speculative.max_drafts)
-        if self._journals and index == len(self._journals):  # of a worker that has joined
+        if self._journals and index == len(self._journals):  # a replica of a worker that has joined
             self._journals += open_journals(config, [index])
         manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)
         observers: list[Observer] = [

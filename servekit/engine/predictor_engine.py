@@ -100,7 +100,7 @@ class PredictorEngine(OneModel):
         self._unfinished: dict[
             int, tuple[PredictionState, int, TextItem | ImageItem]
         ] = {}  # by item id; int: its index
-        self._places = SharedBudget(config.max_num_queued_reqs)  # of items that are admitted and have not ended
+        self._places = SharedBudget(config.max_num_queued_reqs)  # places of items that are admitted and have not ended
         self._tokens = SharedBudget(config.max_num_queued_tokens)
         self._ended_s: deque[float] = deque(maxlen=4096)  # times at which items ended
         self._probe = ReadinessProbe(self._predict_probe, clock)

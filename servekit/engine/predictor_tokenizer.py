@@ -17,7 +17,7 @@ from servekit.protocol.prediction import PredictorInfo, TextItem
 
 SHORT_REQUEST = 2**9  # characters of one text that is encoded on the event loop; to change threads takes longer
 LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own
-CHARACTERS_PER_TOKEN = 32  # of a long text, at first so many characters are encoded for each token that it may have
+CHARACTERS_PER_TOKEN = 32  # characters of a long text that are first encoded for each token that it may have
 SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
 TIMEOUT_S = 60.0  # including the wait for others
 

@@ -64,7 +64,7 @@ class _ReplicaProof(Observer):
 
     def __init__(self, probe: ReadinessProbe) -> None:
         self._probe = probe
-        self._epoch: int | None = None  # of the newest step; results of earlier epochs prove nothing
+        self._epoch: int | None = None  # epoch of the newest step; results of earlier epochs do not count
 
     def worker_ready(self, recovery_time_s: float | None, now_s: float) -> None:
         self._probe.prove(now_s)  # a worker that loads a model compares its logits with transformers'

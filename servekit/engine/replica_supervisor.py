@@ -57,7 +57,7 @@ class ReplicaSupervisor:
         for placement in placements(config):
             replicas.add(self._new_replica(placement))
         if not replicas.all:
-            replicas.add(self._new_replica(None))  # of the first worker that joins
+            replicas.add(self._new_replica(None))  # the replica of the first worker that joins
 
     def _new_replica(self, placement: Placement | None) -> Replica:
         """Return the next replica, which is not among the replicas yet. Without a placement, its workers join."""
@@ -222,7 +222,7 @@ class ReplicaSupervisor:
         replica.is_vacated = True  # from now on, if its workers join, the next one may take it
         await self._replicas.move_from(replica)
         if not replica.is_ready:
-            for sequence_id in replica.core.manager.sequence_ids:  # which fit on no other replica
+            for sequence_id in replica.core.manager.sequence_ids:  # these sequences fit on no other replica
                 fail_request_of(sequence_id, failure)
 
     async def _start_again(self, replica: Replica) -> None:

@@ -20,11 +20,11 @@ from servekit.scheduler.sequence import FinishReason, Sequence
 
 log = logging.getLogger("servekit")
 
-MAX_STEPS = 1000  # that are played: a first token that is farther away is not predicted
-PREDICTIONS_PER_END = 4  # of which one is played up to the last token, which takes many times as long
+MAX_STEPS = 1000  # simulated steps; a first token that is farther away is not predicted
+PREDICTIONS_PER_END = 4  # one in this many predictions includes the last token, which takes many times as long
 MAX_SLICE_S = 1e-3
 PAUSES_PER_SLICE = 25.0  # a pause is so many times as long as the slice before it: 4 % of the event loop's time
-NOTHING = object()  # to predict from
+NOTHING = object()  # means that there is no request to predict
 
 
 class _Outcome(Struct, frozen=True):
@@ -39,7 +39,7 @@ class _Predicted(Struct, kw_only=True):
 
     core: EngineCore
     sequence: Sequence
-    epoch: int  # of the core's manager: what is predicted does not happen if the worker is lost
+    epoch: int  # of the core's manager; if the worker is lost, the prediction is not valid
     rolling: Generator[None, None, Prediction | None]
     save_s: float  # what it took to save the state that it is predicted from
     prediction: Prediction | None = None
@@ -52,7 +52,7 @@ class RequestPredictions(Observer):
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._wake = asyncio.Event()
-        self._current: _Predicted | None = None  # whose copies are being played
+        self._current: _Predicted | None = None  # the prediction that is being simulated
         self._open: dict[int, _Predicted] = {}  # by sequence id, of those that have not ended
         self._num_begun = 0
         self._is_off = False  # after an error

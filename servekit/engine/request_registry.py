@@ -6,7 +6,7 @@ from collections.abc import Iterable, ValuesView
 
 from servekit.engine.request_state import RequestState, SequenceOutput
 
-MAX_DESCRIBED_IDS = 5  # of requests, in one log line
+MAX_DESCRIBED_IDS = 5  # request ids in one log line
 
 
 class RequestRegistry:

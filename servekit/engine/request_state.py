@@ -48,7 +48,7 @@ class SequenceOutput:
         self.detokenizer = detokenizer
         self.queue = queue
         self.request_id = request_id  # for logs; clients may choose it, so it need not be unique
-        self.is_probe = is_probe  # of the server's own readiness probe, which no metric counts
+        self.is_probe = is_probe  # whether it is the server's own readiness probe, which no metric counts
         self.count_token: Callable[[], bool] | None = None  # whether the answer may have another one; None: it may
         # That were delivered. The sequence may have more: tokens after a stop string, which is found only in the text.
         self.num_tokens = 0

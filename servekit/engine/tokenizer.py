@@ -28,7 +28,7 @@ _METASPACE = "▁"
 Result = TypeVar("Result")
 
 LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
-MAX_LONG_WAITING = 16  # of one tenant; `check_queue` refuses more
+MAX_LONG_WAITING = 16  # long texts of one tenant; `check_queue` refuses more
 CLOSE_TIMEOUT_S = 1.0  # for threads to end; only a text of megabytes takes longer
 TOKENS_PER_SLICE = 2**15
 MAX_SPANS = 2**17  # tokens with positions; making more of them holds the interpreter's lock for long
@@ -39,7 +39,7 @@ class TooManyTokens(Exception):
 
     def __init__(self, index: int, num_tokens: int) -> None:
         super().__init__(index, num_tokens)
-        self.index = index  # of the text
+        self.index = index  # index of the text
         self.num_tokens = num_tokens
 
 

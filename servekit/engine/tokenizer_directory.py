@@ -32,7 +32,7 @@ SOURCES = (
     "vocab.json",
     "vocab.txt",
 )
-_SOURCE_LINK = ".made-of"  # to the model's directory
+_SOURCE_LINK = ".made-of"  # name of the link to the model's directory
 
 
 def with_tokenizer(path: Path) -> Path:

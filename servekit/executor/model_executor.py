@@ -28,7 +28,7 @@ from servekit.protocol.messages import (
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.simulation.model import is_simulated
 
-MAX_STEP_TIME_S = 1e6  # that a worker may report: the clock also runs while a machine sleeps
+MAX_STEP_TIME_S = 1e6  # the longest time that a worker may report; the clock also runs while a machine sleeps
 STABLE_AFTER_S = 10.0  # a worker that was ready for this long does not count as a failed start
 
 
@@ -63,7 +63,7 @@ class ModelExecutor:
         process is started. Child processes run where `placement` says.
         """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
-        self.host = ""  # of the machine that a worker joined from, as it says; empty for child processes
+        self.host = ""  # machine of a worker that joined, by its own report; empty for child processes
         self._config = config
         self._on_loss = on_loss
         self._on_leaving = on_leaving
@@ -75,7 +75,7 @@ class ModelExecutor:
         self._timeout = StepTimeout(config.step_timeout)
         # Number of tokens by (epoch, step_id), oldest first; 0 if it does not say how long the step takes.
         self._in_flight: dict[tuple[int, int], int] = {}
-        self._num_losses = 0  # in a row, without a step or STABLE_AFTER_S of readiness between them
+        self._num_losses = 0  # losses in a row, without a step or STABLE_AFTER_S of readiness between them
         self._ready_s = 0.0
 
     @property

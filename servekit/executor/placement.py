@@ -28,7 +28,7 @@ class Placement(Struct, frozen=True):
     """Where one worker runs: a process, or a group of ranks, each of which is a process."""
 
     device: str | None = None  # or one for each rank, separated by commas; None: as --device says
-    device_index: int | None = None  # of the first GPU, where `device` names none; None lets torch choose
+    device_index: int | None = None  # index of the first GPU, if `device` names none; None lets torch choose
     cpus: tuple[tuple[int, ...], ...] = ()  # by rank, the cores that it is bound to; empty binds it to none
 
     def apply(self, load: LoadModel) -> LoadModel:

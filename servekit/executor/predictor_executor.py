@@ -28,8 +28,8 @@ class PredictorExecutor:
         self._is_ready = False
         self._timeout = StepTimeout(config.step_timeout)
         self._in_flight: dict[tuple[int, int], tuple[int, int]] = {}  # (items, tokens) by (epoch, batch id), in order
-        self._timer: PauseTolerantTimer | None = None  # of the oldest batch in flight
-        self._num_losses = 0  # in a row, without a result or STABLE_AFTER_S of readiness between them
+        self._timer: PauseTolerantTimer | None = None  # limits the time of the oldest batch in flight
+        self._num_losses = 0  # losses in a row, without a result or STABLE_AFTER_S of readiness between them
         self._ready_s = 0.0
 
     @property

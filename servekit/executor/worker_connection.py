@@ -84,7 +84,7 @@ class WorkerConnection:
         self._is_ending = self._is_closed = False
         self._inbox: asyncio.Queue[FromWorker | None] = asyncio.Queue(maxsize=MAX_PENDING_MESSAGES)
         # Requests that are not steps and have no answer yet, oldest first.
-        self._requests: deque[tuple[type[Struct], asyncio.Future[Any]]] = deque()  # with the type of the answer
+        self._requests: deque[tuple[type[Struct], asyncio.Future[Any]]] = deque()  # (type of the answer, future)
         self._num_requests = 0  # since the start
         self._num_silent_ticks = 0
         self._loop = asyncio.get_running_loop()

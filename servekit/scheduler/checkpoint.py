@@ -56,7 +56,7 @@ class ResultState(Struct, frozen=True, array_like=True):
     draft_time_s: float = 0.0
     draft_prompt_time_s: float = 0.0
     failed_loads: tuple[int, ...] = ()  # indices of the plan's loads
-    dropped_keys: tuple[bytes, ...] = ()  # of blocks that the KV connector cannot load any more
+    dropped_keys: tuple[bytes, ...] = ()  # keys of blocks that the KV connector cannot load any more
 
 
 class SequenceState(Struct, frozen=True, array_like=True):

@@ -30,7 +30,7 @@ class Operation(Struct, Generic[Outcome], frozen=True):
 class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     """Accept a sequence; it starts when its turn comes. The manager raises ContextTooLong for one that never fits."""
 
-    sequence_id: int  # in order of arrival
+    sequence_id: int  # ids ascend in order of arrival
     prompt_token_ids: TokenSequence[int]  # copied; in service an array, which is copied in microseconds
     sampling: SamplingParams
     arrival_s: float = 0.0
@@ -44,8 +44,8 @@ class AddSequence(Operation[Sequence], frozen=True, tag="add", kw_only=True):
     # of a leader: it computes them in slices, but a command cannot be interrupted.
     block_hashes: TokenSequence[bytes] = ()
     progress: Progress | None = None  # if another manager has served it until now
-    crashes: CrashRecord | None = None  # of workers, that it was in flight in there
-    max_drafts: int | None = None  # that a step may verify for it; None: as many as the configuration allows
+    crashes: CrashRecord | None = None  # crashes of workers there, in which it was in flight
+    max_drafts: int | None = None  # maximum drafts in a step; None: as many as the configuration allows
     adapter: LoraAdapter | None = None  # only sequences with the same one may share blocks
 
 

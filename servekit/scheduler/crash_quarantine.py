@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from servekit.scheduler.sequence import Sequence
 
-CRASHES_TO_SUSPECT = 2  # in a row, with the sequence in flight in each of them
+CRASHES_TO_SUSPECT = 2  # crashes in a row in which the sequence was in flight
 CRASHES_TO_FAIL = 3
 
 
@@ -28,7 +28,7 @@ class CrashRecord(Struct, frozen=True, gc=False):
     """The crashes in a row that a sequence was in flight in, with no new token between them."""
 
     num_crashes: int
-    num_tokens: int  # that were known at the last one
+    num_tokens: int  # tokens that were known at the last crash
 
     @property
     def makes_suspect(self) -> bool:

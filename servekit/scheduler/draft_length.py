@@ -34,9 +34,9 @@ from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import Step
 from servekit.scheduler.step_time import PositionTimes
 
-NUM_LEVELS = 16  # of acceptance, which are distinguished
-FIRST_ACCEPTANCE = 0.5  # until a draft was verified
-FIRST_WEIGHT = 4.0  # of that, in drafts
+NUM_LEVELS = 16  # number of levels of acceptance
+FIRST_ACCEPTANCE = 0.5  # acceptance until a draft was verified
+FIRST_WEIGHT = 4.0  # weight of FIRST_ACCEPTANCE, in drafts
 DECAY = 7 / 8  # the weight of a span in its sequence's acceptance, once another one has followed
 MEAN_DECAY = 31 / 32  # the same for the acceptance of all drafts, which is expected of a new sequence
 # In two of this many steps (a trial), the first sequences verify one draft more than the best number: their texts may
@@ -95,7 +95,7 @@ class DraftLengths:
         # A sequence waits at its arrival for the steps that are in flight, and then for the one that computes its
         # prompt. Drafts make these longer. For short answers, that is a large part of their time.
         self._steps_waited = 1.0 + max_steps_in_flight
-        self.times = PositionTimes()  # of steps by positions, without the time of making drafts
+        self.times = PositionTimes()  # times of steps by positions, without the drafter's time
         # Of a round of the drafter, which makes one draft for each of so many sequences.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
         self.is_drafting = False  # whether the newest step that has its result had drafts
@@ -212,7 +212,7 @@ class DraftLengths:
         waited_per_token *= 1.0 - 1.0 / num_sequences  # one alone meets no step that is in flight
         gains = sorted(
             (-gain, level, position)
-            for level in range(1, NUM_LEVELS)  # of the lowest level, nothing is expected
+            for level in range(1, NUM_LEVELS)  # no draft of the lowest level is expected to be accepted
             if num_drafting[level]
             for position, gain in enumerate(self._gains_of(level, waited_per_token), start=1)
         )

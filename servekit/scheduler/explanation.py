@@ -25,12 +25,12 @@ class Interval(Struct, omit_defaults=True, gc=False):
     start_s: float
     end_s: float
     rule: str = ""  # the setting that decides; of preemption, what was lacking
-    behind_sequence_id: int | None = None  # that was first in the queue when this began, or that took its blocks
-    scheduling_policy: str = ""  # that orders the queue
-    steps: int = 0  # that computed part of the sequence
-    tokens: int = 0  # that these steps computed of its prompt, or of what was lost
-    mean_other_sequences: float = 0.0  # in these steps
-    other_prefill_tokens: int = 0  # of other sequences, in the steps of decodes, which take longer with them
+    behind_sequence_id: int | None = None  # the first of the queue at its beginning, or the one that took its blocks
+    scheduling_policy: str = ""  # the policy that orders the queue
+    steps: int = 0  # steps that computed a part of the sequence
+    tokens: int = 0  # tokens of its prompt, or lost ones, that these steps computed
+    mean_other_sequences: float = 0.0  # mean number in these steps
+    other_prefill_tokens: int = 0  # prompt tokens of others in decode steps, which take longer with them
 
     def continues(self, other: Interval) -> bool:
         """Whether both have the same cause and rule, and no steps, so that they are one interval."""
@@ -59,7 +59,7 @@ class Explanation(Struct):
     """Where the wall time of a request went. The causes sum to it; the intervals follow each other without gaps."""
 
     request_id: str
-    sequence_id: int  # of the answer that ended last; the journal knows it by this number
+    sequence_id: int  # the answer that ended last; its number in the journal
     is_finished: bool
     finish_reason: FinishReason | None
     wall_time_s: float

@@ -64,7 +64,7 @@ class FuturePeak:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self.now = 0  # in steps
+        self.now = 0  # number of the present step
         self.rebuild([])
 
     def advance(self) -> None:

@@ -25,7 +25,7 @@ class PrefixMatch:
     """What is already computed of a waiting sequence."""
 
     blocks: list[int]  # full ones, to be shared
-    num_tokens: int  # in `blocks`, in `partial`, and in what is loaded
+    num_tokens: int  # tokens in `blocks`, in `partial`, and in the loads
     partial: int | None = None  # a block of the leader's that is full only in part, to be copied
     num_loads: int = 0  # blocks after `blocks` that the KV connector loads
 
@@ -57,7 +57,7 @@ class KVCacheManager:
         self._is_pipeline = is_pipeline
         # Blocks that running sequences may still ask for, if each one goes on to its maximum length.
         self._num_blocks_to_come = 0
-        self._num_own_blocks = 0  # in block tables, without those that were found
+        self._num_own_blocks = 0  # blocks in tables, without those found in the cache
         # The demands of running sequences, each by its `kv.peak_entry`. They are brought up to date when needed.
         self._future_peak = FuturePeak(block_size)
         # Running sequences that may have no entry, or one that differs from their demand: now, and after each step.

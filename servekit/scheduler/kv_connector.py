@@ -30,7 +30,7 @@ class KVConnector:
 
     def __init__(self, is_on: bool) -> None:
         self.is_on = is_on
-        self.num_loaded_blocks = 0  # that were planned; some may have failed
+        self.num_loaded_blocks = 0  # planned loads; some may have failed
         self.num_failed_loads = 0
         self._keys: dict[bytes, None] = {}  # in order, so that a checkpoint is always the same
         # What the next plan does first. Empty between two commands.

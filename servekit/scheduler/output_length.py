@@ -31,9 +31,9 @@ class OutputLengthPredictor:
         self._block_size = block_size
         self._recent: deque[int] = deque(maxlen=self.NUM_REMEMBERED)
         self._lengths: list[int] = []  # the same, sorted
-        self._sums: list[int] = []  # of `_lengths` from each index to the end
+        self._sums: list[int] = []  # sums of `_lengths` from each index to the end
         self.safety_factor = 1.0
-        self.mean_length = 0.0  # of recent answers, whether bounded or not, in tokens; 0 until one has ended
+        self.mean_length = 0.0  # mean of recent answers, bounded or not, in tokens; 0 until one has ended
 
     def tokens_to_come(self, sequence: Sequence) -> int:
         # The last output token is never fed back, so it needs no KV position.

@@ -233,7 +233,7 @@ class Fair(_ByArrival):
 
     def __init__(self) -> None:
         self.num_served_tokens: dict[str, int] = {}  # by tenant: its virtual counter
-        self._queues: dict[str, _KeyedQueue] = {}  # of tenants that wait
+        self._queues: dict[str, _KeyedQueue] = {}  # only tenants with waiting sequences
         # A heap of (counter when it was last looked at, tenant), with one entry for each queue.
         self._turns: list[tuple[int, str]] = []
         self._last_left = 0  # the counter of the tenant that was the last to have no sequence waiting any more

@@ -20,7 +20,7 @@ class PrefillLimiter:
     distributed.
     """
 
-    DECAY = 0.97  # of the largest recent chunk
+    DECAY = 0.97  # decay of `_largest_chunk` with each step
     PENALTY = 0.95
     RECOVERY = 0.00025
     MIN_MARGIN = 0.2
@@ -30,7 +30,7 @@ class PrefillLimiter:
         self.max_tokens = max_tokens
         self.step_times = StepTimes()
         self._margin = 1.0
-        self._largest_chunk = 0.0  # of late, in tokens
+        self._largest_chunk = 0.0  # the largest recent chunk, in tokens
 
     def prefill_limit(self) -> int:
         """How many prefill tokens fit into the next step beside its decodes."""

@@ -17,7 +17,7 @@ class WorkCount(Struct, gc=False):
     """How much is queued."""
 
     num_sequences: int = 0
-    num_tokens: int = 0  # of prompts, each counted once for each of its sequences
+    num_tokens: int = 0  # prompt tokens; a prompt counts once for each of its sequences
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
         """Count more, or with negative numbers less."""
@@ -71,7 +71,7 @@ class QueuedWork:
 
     def __init__(self) -> None:
         self.total = WorkCount()
-        self._by_tenant: dict[str, WorkCount] = {}  # of tenants that have something queued
+        self._by_tenant: dict[str, WorkCount] = {}  # only tenants with queued sequences
 
     def of(self, tenant: str) -> WorkCount:
         """What one tenant has queued."""

@@ -96,7 +96,7 @@ class AddRecord(Struct, frozen=True, array_like=True, tag=0):
     ttft_deadline_s: float
     deadline_s: float
     leader_id: int | None
-    hashes: bytes  # of the blocks that were hashed during the command; so in all records
+    hashes: bytes  # of the blocks that were hashed during the command, as in all records
     block_hashes: bytes  # of the command itself
     token_ids: bytes | None = None  # int32, if asked for
     progress: ProgressRecord | None = None
@@ -478,7 +478,7 @@ class Replayer:
         self.num_plans = 0
         self.num_sequences = 0
         self.num_restarts = 0
-        self.error: str | None = None  # that the recorded manager raised, and the replayed one as well
+        self.error: str | None = None  # the error that both the recorded and the replayed manager raised
 
     def apply(self, record: Record) -> None:
         """Apply one record, and compare its outcome."""

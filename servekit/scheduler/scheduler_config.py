@@ -30,7 +30,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     itl_target_s: float | None = None
     max_preemptions: int = 4
     max_admissions_per_step: int = MIN_ADMISSIONS_PER_STEP
-    max_drafts: int = 0  # that a step may verify for a sequence; 0 turns speculative decoding off
+    max_drafts: int = 0  # maximum drafts of a sequence in a step; 0 turns speculative decoding off
     has_kv_connector: bool = False  # whether the worker stores blocks outside the pool
 
     @property

@@ -81,7 +81,7 @@ class SequenceBlocks:
     )
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
-        self.hashes = list(hashes)  # of the full blocks of known tokens, as far as they were needed
+        self.hashes = list(hashes)  # hashes of full blocks of known tokens, as far as they were needed
         self.clear()
 
     def clear(self) -> None:
@@ -165,7 +165,7 @@ class Sequence:
         history: SequenceHistory | None = None,
         adapter: LoraAdapter | None = None,
     ) -> None:
-        self.sequence_id = sequence_id  # in order of arrival
+        self.sequence_id = sequence_id  # ids ascend in order of arrival
         self.sampling = sampling
         self.arrival_s = arrival_s
         self.tenant = tenant  # only sequences of one tenant may share blocks; its tokens are charged to this tenant
@@ -175,7 +175,7 @@ class Sequence:
         self.ttft_deadline_s = ttft_deadline_s  # on the manager's clock: without a first token by then, it ends
         self.deadline_s = deadline_s  # unfinished by then, it ends
         self.leader = leader
-        self.max_drafts = max_drafts  # that a step may verify for it
+        self.max_drafts = max_drafts  # maximum drafts that a step may verify for it
         self.has_length_bound = has_length_bound  # whether max_tokens is the client's, or just what the context holds
         # Prompt, then every committed output token. An array of 32-bit integers takes half of a list's memory, and the
         # garbage collector does not look into it: a list of a million would hold the event loop for 10 ms.
@@ -188,21 +188,21 @@ class Sequence:
         assert leader is None or leader.token_ids[: self.prompt_length] == self.token_ids, "forks share the prompt"
 
         self.stop_set = stop_set  # tokens that end it: the model's own and the client's
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of positions from 1 on, if requested; never dropped
+        self.prompt_logprobs: list[TokenLogprobs] = []  # for positions from 1 on, if requested; never dropped
 
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_token_id: int | None = None  # which of the client's stop tokens ended it, if one did
+        self.stop_token_id: int | None = None  # the client's stop token that ended it, if one did
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # found when it was first admitted
         # Tokens to compute, as far as was known when it was queued or admitted.
         self.num_missing = self.prompt_length
         self.num_preemptions = 0
-        self.num_share_preemptions = 0  # of these: for another tenant's share, and not for a shortage of blocks
-        self.num_drafted_tokens = 0  # that were verified, in steps whose results were committed
-        self.num_accepted_tokens = 0  # of these: accepted
+        self.num_share_preemptions = 0  # preemptions for another tenant's share, not for a shortage of blocks
+        self.num_drafted_tokens = 0  # verified drafts, in steps whose results were committed
+        self.num_accepted_tokens = 0  # accepted drafts among these
         self.acceptance = 0.0  # how likely its next draft is accepted. DraftLengths writes it, and
-        self.acceptance_weight = 0.0  # of how many drafts that is the mean
+        self.acceptance_weight = 0.0  # the number of drafts in that mean
         # Counts how often its computation was set back: to the start when its slot and blocks were taken away, or to
         # its last known position when the worker deferred its token. Results of an earlier incarnation are ignored.
         self.incarnation = -1

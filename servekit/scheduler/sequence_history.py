@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from servekit.time_causes import TimeCause
 
-MAX_SPANS = 1024  # of one sequence; above that, neighbours are joined
-MAX_QUEUE_STATES = 2**12  # that are kept of one queue; explaining a wait of so many takes a few milliseconds
+MAX_SPANS = 1024  # maximum for one sequence; above it, neighbours are joined
+MAX_QUEUE_STATES = 2**12  # maximum for one queue; explaining a wait with this many takes a few milliseconds
 
 
 class StepCounts(Struct, frozen=True, gc=False):
@@ -110,12 +110,12 @@ class Span:
         self.start_s = start_s
         self.end_s = end_s
         self.rule = rule
-        self.queue = queue  # of the manager in whose queue it waited; why, is there
+        self.queue = queue  # log of the manager in whose queue it waited, with the reasons
         self.behind_id: int | None = None  # the sequence for which it was preempted
-        self.num_steps = 0  # that computed part of the sequence
-        self.num_tokens = 0  # that they computed of its prompt, or of what was lost
+        self.num_steps = 0  # steps that computed a part of the sequence
+        self.num_tokens = 0  # tokens of its prompt, or lost ones, that they computed
         self.num_others = 0  # other sequences in these steps, summed over the steps
-        self.num_prefill_tokens = 0  # of others' prompts, in steps in which it decoded
+        self.num_prefill_tokens = 0  # tokens of others' prompts, in steps in which it decoded
 
     def absorb(self, other: Span) -> None:
         """Join the span that follows this one. The cause is that of the longer one."""

@@ -35,7 +35,7 @@ class Step:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     loads: tuple[tuple[bytes, int], ...] = ()
-    sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # which sequence samples, in which incarnation
+    sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, its incarnation) for each span
     num_drafts: dict[int, int] = field(default_factory=dict)  # planned ones, by index into `sampled`
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
     prompt_logprobs: dict[int, tuple[Sequence, int]] = field(default_factory=dict)

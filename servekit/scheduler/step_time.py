@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 MIN_SLOPE_S = 1e-8  # no hardware prefills a token faster; a lower estimate is noise
-MIN_SPREAD = 16.0  # of the sizes, squared: with less, a regression shows nothing
+MIN_SPREAD = 16.0  # variance of the sizes; with less, a regression is not reliable
 
 
 class Regression:
@@ -47,7 +47,7 @@ class StepTimes:
         self.prefill_s = 0.0
         self.base_s = 0.0
         self.decode_s = 0.0
-        self.num_decodes = 0.0  # in the steps of which `base_s` is the mean
+        self.num_decodes = 0.0  # mean number of decodes in the steps of `base_s`
         self.prefills = Regression(self.PREFILL_DECAY)
         self.decodes = Regression(self.DECODE_DECAY)
 
@@ -111,7 +111,7 @@ class PositionTimes:
     known classes, the time is interpolated.
     """
 
-    MAX_WEIGHT = 8.0  # of a class, in steps: the newest step counts for at least a ninth of its mean
+    MAX_WEIGHT = 8.0  # of a class, in steps: the newest step is at least a ninth of its mean
     DECAY = 0.98  # of the weights of all classes, with each step
     MIN_WEIGHT = 1e-6  # of a class that was not seen for long: with 0, its mean could not be compared
     # A step that was held up for long counts as one of twice the mean, or of a millisecond more.
@@ -122,9 +122,9 @@ class PositionTimes:
         """`unknown_s` is the time until a step was seen. No time is less than `min_s`; clocks may show less."""
         self._unknown_s = unknown_s
         self._min_s = min_s
-        self.classes: list[int] = []  # that were seen, ascending
-        self.means_s: list[float] = []  # of each one
-        self.weights: list[float] = []  # of each mean
+        self.classes: list[int] = []  # size classes that occurred, ascending
+        self.means_s: list[float] = []  # mean time of each class
+        self.weights: list[float] = []  # weight of each mean
         self._fitted_s: list[float] | None = None  # the means in order, since the newest step
 
     def observe(self, num_positions: int, seconds: float) -> None:

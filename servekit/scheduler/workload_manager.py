@@ -100,9 +100,9 @@ class WorkloadManager:
         self.quarantine = CrashQuarantine(config.max_steps_in_flight)
         self.step_token_limit = config.max_num_batched_tokens  # reduced for a while after a step ran out of memory
         self.num_preemptions = 0
-        self.num_share_preemptions = 0  # of these: for a tenant that held less than others
+        self.num_share_preemptions = 0  # preemptions among these for a tenant that held less
         self.num_prompt_tokens = 0  # looked up in the prefix cache
-        self.num_cached_tokens = 0  # of these: found
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
         self.num_stale_results = 0
         self.num_deferrals = 0  # times that the worker sampled no token for a sequence, to do it in a later step
         # What must be computed before all waiting sequences, and all running ones in their prompts, sample a token. Of
@@ -112,7 +112,7 @@ class WorkloadManager:
         self._sequences: dict[int, Sequence] = {}  # alive: running, queued, or waiting for their leader
         self._running: list[Sequence] = []  # by rank
         self._followers: defaultdict[int, list[Sequence]] = defaultdict(list)  # by the leader they wait for
-        self._leaders_ready: list[Sequence] = []  # whose prompts the newest step completes
+        self._leaders_ready: list[Sequence] = []  # leaders whose prompts the newest step completes
         # The first in the queue, if there was no room for it and no block has been released since.
         self._blocked: Sequence | None = None
         self._deadlines = Deadlines()
@@ -921,7 +921,7 @@ class WorkloadManager:
         else:
             cause, rule = TimeCause.STEP_TOKENS, prefill_rule
         if not self.log.is_held_by(cause, rule):
-            if first is None and not self.waiting_queue.has_shares:  # with shares, to look may change their turns
+            if first is None and not self.waiting_queue.has_shares:  # with shares, `first` may change the turns
                 first = self.waiting_queue.first()
             self.log.note(cause, rule, None if first is None else first.sequence_id)
 

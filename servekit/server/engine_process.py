@@ -37,7 +37,7 @@ from servekit.server.server import FINAL_WRITE_TIMEOUT_S
 log = logging.getLogger("servekit")
 
 STATUS_INTERVAL_S = 0.1  # how soon the API processes know that the engine's state has changed
-MAX_FAILED_STARTS = 5  # in a row, of an API process; then the server ends
+MAX_FAILED_STARTS = 5  # failed starts in a row of one API process; then the server ends
 FAILED_START_PAUSE_S = 1.0
 AT_ONCE_TIMEOUT_S = 1.0  # for an API process to exit at once; it may be stopped, or its event loop blocked
 EXIT_TIMEOUT_S = 10.0  # beyond the time to write the last answers: to end sandboxes and the trace exporter

@@ -76,7 +76,7 @@ MAX_LINGERING = 64  # connections; further ones are closed at once
 # Bytes of an answer that the kernel holds unsent. By default it takes megabytes per connection, and reports free space
 # only after a third of them was sent. A slow reader would then look like one that stopped.
 MAX_UNSENT_BYTES = 2**16
-MIN_BYTES_TAKEN = 2**12  # of an answer, in each send_timeout; a client that takes less counts as not reading
+MIN_BYTES_TAKEN = 2**12  # bytes of an answer in each send_timeout; a client that takes less counts as not reading
 FINAL_SEND_TIMEOUT_S = 2.0  # the send_timeout when the server ends
 # When the server drains, an idle connection closes after this time without a request. A client that sends requests more
 # often gets `Connection: close` in its next answer, so it never sends a request into a connection that is closing.
@@ -125,7 +125,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._is_upgrade = False  # the head asks for another protocol, which is ignored
         self._num_unreported_bytes = 0  # fed since the parser last reported something that is bounded elsewhere
-        self._num_chunks = 0  # of the body that is being received, and their bytes
+        self._num_chunks = 0  # chunks of the body that is being received, and their bytes
         self._num_chunk_bytes = 0
         self._ignores_input = False
         self._num_discarded_bytes = 0

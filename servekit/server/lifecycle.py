@@ -30,7 +30,7 @@ log = logging.getLogger("servekit")
 # and 5 ms. The oldest has no bound; almost nothing of a request is in cycles, so it is rarely collected.
 GC_THRESHOLDS = (1_000, 5, 1_000)
 
-MAX_BLOCKS_AT_ONCE = 2**14  # of one sequence; to share or release them takes up to 8 ms
+MAX_BLOCKS_AT_ONCE = 2**14  # blocks of one sequence; sharing or releasing them takes up to 8 ms
 
 
 def run_until_end(main: Callable[[], Coroutine[None, None, int]], config: ServeConfig) -> int:

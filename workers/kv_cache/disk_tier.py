@@ -30,12 +30,12 @@ from servekit.errors import ConfigError
 log = logging.getLogger("servekit.worker")
 
 KEY_BYTES = 16
-FORMAT = 1  # of the files, and of the pages' layout: with another number, older files are not read
+FORMAT = 1  # version of the files and of the pages' layout; files of another version are not read
 _HEADER = struct.Struct(f"=4sI16s{KEY_BYTES}sII")  # magic, format, model, key, bytes of the block, checksum
 _MAGIC = b"sKVb"
 _SUFFIX, _UNFINISHED = ".block", ".unfinished"
-MAX_UNWRITTEN_BYTES = 2**28  # that wait for the disk
-MAX_WORKERS = 64  # that share a folder
+MAX_UNWRITTEN_BYTES = 2**28  # bytes that wait for the disk
+MAX_WORKERS = 64  # workers that share a folder
 NUM_READERS = 4  # threads; one waits for the disk while another computes a checksum
 
 
@@ -51,8 +51,8 @@ class DiskTier:
         self._file_bytes = _HEADER.size + bytes_per_block
         self._num_blocks = max_bytes // self._file_bytes
         self._max_waiting = max(1, MAX_UNWRITTEN_BYTES // self._file_bytes)
-        self._lock = threading.Lock()  # of all below
-        self._keys: OrderedDict[bytes, None] = OrderedDict()  # of files, the least recently used first
+        self._lock = threading.Lock()  # protects all fields below
+        self._keys: OrderedDict[bytes, None] = OrderedDict()  # keys of files, the least recently used first
         self._waiting: dict[bytes, bytes] = {}  # blocks that are not written yet
         self._dropped: list[bytes] = []
         self._num_unwritten = 0

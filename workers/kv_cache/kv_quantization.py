@@ -19,7 +19,7 @@ class PageFormat(Protocol):
     """One number format. Whatever it encodes, the result is finite: attention multiplies masked cells by zero."""
 
     name: str  # as --kv-cache-dtype has it
-    dtype: torch.dtype  # of the pages' elements
+    dtype: torch.dtype  # type of the pages' elements
 
     def width(self, dim: int) -> int:
         """Return how many elements a vector of `dim` numbers takes."""

@@ -120,7 +120,7 @@ def largest_step(settings: LoadModel, max_model_len: int) -> tuple[StepPlan, int
     Every slot samples, as many as the token budget allows, and with as many drafts: logits of many rows take the most
     memory.
     """
-    most_rows = 1 + settings.speculative.max_drafts  # that a slot samples
+    most_rows = 1 + settings.speculative.max_drafts  # rows that a slot samples
     chunks, assignments, num_blocks = [], [], 0
     num_left = settings.max_num_batched_tokens
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=0)

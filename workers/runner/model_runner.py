@@ -166,7 +166,7 @@ class ModelRunner:
         self._group = None if loaded.ranks is None else loaded.ranks.group
         self._stage = None if loaded.ranks is None else loaded.ranks.stage
         if self._stage is not None:
-            self._stage.discard_tokens()  # of a runner that measured memory
+            self._stage.discard_tokens()  # tokens of a runner that measured memory
         layers, device, block_size = _layer_shapes(loaded, settings), loaded.device, settings.block_size
         self.attention = choose_attention(
             device, loaded.dtype, layers, loaded.attention_params, block_size, settings.kv_cache_dtype
@@ -201,9 +201,9 @@ class ModelRunner:
         ):
             self.table = SlotTable(num_slots, max_length, max_blocks, block_size, device)
         self.connector: KVConnector | None = None
-        self._transfers: TransferReport | None = None  # of the newest step
+        self._transfers: TransferReport | None = None  # report of the newest step
         self._graphs: DecodeGraphs | None = None
-        self._lora_graphs: DecodeGraphs | None = None  # of decodes with adapters
+        self._lora_graphs: DecodeGraphs | None = None  # graphs of decodes with adapters
         self._finished_s = 0.0  # when the last step was seen to be complete
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)

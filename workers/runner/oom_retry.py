@@ -17,7 +17,7 @@ from workers.runner.interface import OutOfMemory
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
-MIN_TOKENS = 16  # where parts of this size do not fit, smaller ones do not either
+MIN_TOKENS = 16  # if parts of this size do not fit, smaller ones do not fit either
 
 
 def raises_out_of_memory(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:

@@ -14,7 +14,7 @@ from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, par
 from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedConnector, SimulatedWorker
 from workers.runner.interface import Pending, done
 
-KV_TOKENS = 2**20  # in the pool, if the settings give no number of blocks; a page is a list of numbers
+KV_TOKENS = 2**20  # tokens in the pool, if the settings give no number of blocks; a page is a list of numbers
 KV_BYTES_PER_TOKEN = 8
 
 
