@@ -85,7 +85,7 @@ def test_what_cannot_be_converted_leaves_nothing_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: ConversionJob) -> None:
-        raise ConfigError("pytorch_model.bin holds something else")
+        raise ConfigError("pytorch_model.bin contains objects other")
 
     monkeypatch.setattr("servekit.engine.convert_command.run_conversion", refuse)
     model, output = tmp_path / "model", tmp_path / "out"
@@ -94,7 +94,7 @@ def test_what_cannot_be_converted_leaves_nothing_behind(
     assert "there is nothing to convert" in capsys.readouterr().err
     (model / "pytorch_model.bin").touch()
     assert main(["convert", str(model), str(output)]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "contains objects other" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     output.mkdir()
     (output / "mine").touch()
