@@ -72,10 +72,10 @@ class Batch:
 
 
 class SlotTable:
-    """What the worker keeps of the sequences in its slots: tokens, block tables, sampling parameters.
+    """The worker's state of the sequences in its slots: tokens, block tables, sampling parameters.
 
-    The tokens live on the device: a sampled id is written here and read by the next step, without a detour over the
-    host. The block tables live on the host, where plans arrive.
+    The tokens are on the device: a sampled id is written here and read by the next step, without a copy to the host.
+    The block tables are on the host, where plans arrive.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SlotTable:
         self.slot_assignments: dict[int, SlotAssignment] = {}
 
     def update(self, plan: StepPlan) -> None:
-        """Take over what the plan tells: slots that are assigned anew, new blocks, and known token ids."""
+        """Apply a plan's changes: newly assigned slots, new blocks, and known token ids."""
         for assignment in plan.slot_assignments:
             self.assign(assignment)
         for chunk in plan.chunks:
@@ -101,7 +101,7 @@ class SlotTable:
         self.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """Give the slot to a new sequence; nothing of the former one is visible from then on."""
+        """Give the slot to a new sequence; no state of the former one remains."""
         self.slot_assignments[assignment.slot] = assignment
         self.num_blocks[assignment.slot] = 0
 
@@ -153,7 +153,7 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     Chunks begin at `start`, and the plan has the token ids of their drafts: see workers/speculation/speculator.py.
 
     A token is sampled after the chunk's last known token and after each draft. All of them are written to the token
-    table, after their own positions. Those after a rejected draft mean nothing. They do no harm: the sequence's next
+    table, after their own positions. Those after a rejected draft are not used. They do no harm: the sequence's next
     chunk begins at its newest valid token, and every cell after that one is written before it is read.
     """
     device, block_size = table.token_ids.device, table.block_size

@@ -1,4 +1,4 @@
-"""Find what `servekit doctor` asks of a worker's Python: torch, C kernels, GPUs, and what a model's files hold.
+"""Collect the facts that `servekit doctor` needs from a worker's Python: torch, C kernels, GPUs, a model's files.
 
 No weights are read, and nothing of the model is computed. The C kernels are loaded, and compiled if they have to be, as
 at the start of a worker: only that shows that the compiler and the cache folder can be used.

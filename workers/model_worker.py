@@ -1,4 +1,4 @@
-"""The worker of a language model: load it, execute step plans, send their results."""
+"""Run the worker of a language model: load the model, execute step plans, send their results."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class ModelWorker(WorkerLoop):
     def receive(self) -> ToWorker:
         """Wait for a message, and meanwhile answer the steps that are complete.
 
-        A message goes before answers, because the device may be idle. Steps are polled and not waited for: during a
-        wait, the next plan could not be launched, and the device would begin it late.
+        A message goes before answers, because the device may be idle. Steps are polled: if the worker waited for a
+        step, it could not launch the next plan meanwhile, and the device would begin it late.
         """
         while self._in_flight and not self.tasks.has_message():
             if self._in_flight[0].is_done():

@@ -1,4 +1,4 @@
-"""The worker of a predictor: load a model that embeds, reranks or classifies, and compute batches with it."""
+"""Run the worker of a predictor: load a model that embeds, reranks or classifies, and compute batches with it."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class ModelUse:
 
 
 class ManagedModel:
-    """One model of several: its engine while it is loaded, and those who wait for it."""
+    """One model of several: its engine while it is loaded, and the requests that wait for it."""
 
     def __init__(self, manager: ModelManager, spec: ModelSpec) -> None:
         self.spec = spec
@@ -137,7 +137,7 @@ class ManagedModel:
         return {State.WAITING: "waits for its turn to be loaded"}.get(state, "is not loaded")
 
     def may_be_used_by(self, caller: Caller) -> bool:
-        """Whether the caller's tenant may use it, and know of it."""
+        """Whether the caller's tenant may use and see the model."""
         tenants = self.spec.entry.tenants
         return tenants is None or caller.tenant in tenants
 
@@ -443,7 +443,7 @@ class ModelManager:
         self._has_started = True
 
     async def wait_until_failed(self) -> None:
-        """Return when the server cannot go on; a model that fails is no reason."""
+        """Return when the server cannot continue; the failure of one model is no reason."""
         await self._ended.wait()
 
     def drain(self, admits_requests: bool = False) -> None:
@@ -546,7 +546,7 @@ class ModelManager:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Do what is to be done now, and look again when time alone may change that."""
+        """Execute the actions that are due, and set a timer for the next ones."""
         self._has_changed.set()
         if self._is_stopping:
             return
@@ -683,7 +683,7 @@ class ModelManager:
         self.look()
 
     def _admit(self, model: ManagedModel) -> None:
-        """Let those who wait use the model."""
+        """Let waiting requests use the model."""
         waiting, model.waiting = model.waiting, []
         for future in waiting:
             if not future.done():

@@ -1,16 +1,16 @@
-"""Decide which models are loaded: which one is loaded next, and which ones make room for it.
+"""Decide which models are loaded: which one is loaded next, and which ones are unloaded for it.
 
-Each model needs memory on some devices. Models that requests name wait in line, in the order in which they were first
-named, and a model that waits may only be overtaken by one that needs none of the same devices. If there is no room for
-it, the models that were used least recently make room; never one that is used, and never one with `is_kept`.
+Each model needs memory on some devices. Models that requests name wait in a queue, in the order in which they were
+first named. A waiting model may only be overtaken by one that needs none of the same devices. If there is not enough
+memory for it, the models that were used least recently are unloaded; never one in use, and never one with `is_kept`.
 
-A model that others keep using would never make room. So once a model has waited for TURN_S, and those in its way have
-been loaded for as long, the least recently used of them are *closed*: requests that name a closed model wait in line,
-too. When the last use of it has ended, it makes room.
+A model that is always in use would never be unloaded. So when a model has waited for TURN_S, and the models that hold
+its memory have been loaded for as long, the least recently used of these are *closed*: requests that name a closed
+model wait in the queue, too. When its last use has ended, it is unloaded.
 
-What was measured counts in the place of an estimate. But the models were placed with the estimates, and each of them
-must be able to load beside those with `is_kept`, whatever is measured later. So a model with `is_kept` counts for no
-more than its estimate, and any other one for no more than those leave to it.
+A measurement of a model's memory replaces the estimate. But the models were placed with the estimates, and each of them
+must be able to load beside those with `is_kept`, whatever is measured later. So a model with `is_kept` counts at most
+as its estimate, and any other one at most as the memory that those leave.
 
 This is pure: times are arguments, and the caller executes what `plan` returns.
 """
@@ -64,7 +64,7 @@ class Unload(Struct, frozen=True):
 
 
 class Admit(Struct, frozen=True):
-    """Let those who wait for this model use it: it is loaded."""
+    """Let waiting requests use this model: it is loaded."""
 
     name: str
 
@@ -220,13 +220,13 @@ class Residency:
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def want(self, name: str, now_s: float) -> None:
-        """Somebody waits for a model."""
+        """Note that a request waits for a model."""
         model = self._models[name]
         if model.wanted_s is None:
             model.wanted_s = now_s
 
     def unwant(self, name: str) -> None:
-        """Nobody waits for it any more."""
+        """Note that no request waits for a model any more."""
         self._models[name].wanted_s = None
 
     def begin_use(self, name: str, now_s: float) -> bool:
@@ -245,14 +245,14 @@ class Residency:
         model.used_s = now_s
 
     def end_use(self, name: str, now_s: float) -> None:
-        """A use has ended."""
+        """Note that a use has ended."""
         model = self._models[name]
         model.num_uses -= 1
         model.used_s = now_s
         assert model.num_uses >= 0
 
     def loaded(self, name: str, now_s: float) -> None:
-        """A model that was being loaded is ready."""
+        """Note that a model that was being loaded is ready."""
         model = self._models[name]
         assert self._is_loading(model)
         model.is_changing, model.is_loaded, model.is_closed = False, True, False
@@ -269,17 +269,17 @@ class Residency:
         model.needs = replace(model.needs, measured=memory)
 
     def load_failed(self, name: str, now_s: float) -> None:
-        """A model could not be loaded. Nobody waits for it any more."""
+        """Note that a model could not be loaded. No request waits for it any more."""
         self._fail(self._models[name], now_s)
 
     def failing(self, name: str) -> None:
-        """A loaded model has failed, and is being unloaded for it. Its uses do not end: `lost` forgets them."""
+        """Note that a loaded model has failed, and is being unloaded. Its uses do not end: `lost` forgets them."""
         model = self._models[name]
         assert model.is_loaded and not model.is_changing
         model.is_changing = True
 
     def lost(self, name: str, now_s: float) -> None:
-        """A model that has failed is unloaded."""
+        """Note that a failed model is unloaded."""
         model = self._models[name]
         model.num_uses = 0
         self._fail(model, now_s)
@@ -292,14 +292,14 @@ class Residency:
         model.retry_s = now_s + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(model.num_failures - 1, 30))
 
     def unloaded(self, name: str) -> None:
-        """A model that was being unloaded holds no memory any more."""
+        """Note that a model that was being unloaded holds no memory any more."""
         model = self._models[name]
         assert model.is_loaded and model.is_changing
         model.is_loaded = model.is_changing = model.is_closed = model.is_dismissed = False
         model.settle()
 
     def dismiss(self, name: str) -> None:
-        """An operator wants a model to be unloaded: when the last use of it has ended."""
+        """Note that an operator wants a model to be unloaded when its last use has ended."""
         model = self._models[name]
         model.is_dismissed = model.is_loaded
 

@@ -1,8 +1,8 @@
 """Define the messages between manager and worker: frozen values, msgpack on the wire, never pickled.
 
-Fields are append-only. A `StepPlan` is self-contained as far as tokens go: it carries every token id that the manager
-knows for the positions it schedules, and the block tables of the sequences it gives a slot. So its size grows with the
-step's token budget, and with the cached tokens of prompts that sampling looks back at, or that drafts may repeat.
+Fields are append-only. A `StepPlan` contains every token id that the manager knows for the scheduled positions, and the
+block tables of the sequences that get a slot. So its size grows with the step's token budget, and with the cached
+tokens of prompts that sampling or drafts need.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ModelInfo(Struct, frozen=True):
 
 
 class RankInfo(Struct, frozen=True):
-    """Where a worker's process runs. The limits are far above what any machine has: a worker that joined may lie."""
+    """Where a worker's process runs. The limits are above any real machine, but bound what a worker may report."""
 
     device: Annotated[str, Meta(max_length=100)]
     cpus: Annotated[str, Meta(max_length=2**15)]  # the cores that it may use, in the kernel's list format
@@ -164,14 +164,14 @@ class Loading(Struct, frozen=True, tag="loading"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """A sign of life, sent every `HEARTBEAT_S` from a thread of its own, whatever the worker is computing."""
+    """A heartbeat, sent every `HEARTBEAT_S` from a thread of its own, during every computation."""
 
 
 HEARTBEAT_S = 1.0
 
 
 class WorkerFailed(Struct, frozen=True, tag="worker_failed"):
-    """The worker cannot go on. `is_config_error`: the operator can correct the cause."""
+    """The worker cannot continue. `is_config_error`: the operator can correct the cause."""
 
     message: str
     is_config_error: bool = False
@@ -183,7 +183,7 @@ class Leaving(Struct, frozen=True, tag="leaving"):
 
 
 class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
-    """Assign a slot to a sequence: forget what the slot held before, and sample with these parameters from now on.
+    """Assign a slot to a sequence: reset the slot, and sample with these parameters from now on.
 
     Tokens whose KV is in the prefix cache are in no chunk. Where sampling or drafts depend on them, they are here.
     """
@@ -227,7 +227,7 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(Struct, frozen=True, tag="step_plan"):
-    """Everything a worker does in one step."""
+    """The plan of everything that a worker does in one step."""
 
     epoch: int  # which incarnation of the worker this is meant for
     step_id: int
@@ -337,7 +337,7 @@ class StepResult(Struct, frozen=True, tag="step_result"):
     worker that defers all tokens of a step should wait a little first. It must bound how often it defers a token.
 
     The span of a chunk that is deferred, or whose token is invalid, is that one token. If this happens after an
-    accepted draft, the worker ends the span before it. The next step then meets it at its first position.
+    accepted draft, the worker ends the span before it. In the next step it is then at the first position.
     """
 
     epoch: int
@@ -379,7 +379,7 @@ class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
 
 
 class StepFailed(Struct, frozen=True, tag="step_failed"):
-    """A step ran out of device memory, even when it was computed in small pieces. The worker lives."""
+    """A step ran out of device memory, even when it was computed in small pieces. The worker continues to run."""
 
     epoch: int
     step_id: int

@@ -3,7 +3,7 @@
 Chat templates are programs and grammars can be enormous, so neither is processed in the server's own process.
 `JobScheduler` decides which job runs when. Each running job has a process of its own, which is used again if the job
 was quick. A job is refused if it used up its processor time or its memory. If its process was stopped or killed from
-outside, that is the server's failure, and the job runs once more.
+outside, the job is not at fault, and runs once more.
 """
 
 from __future__ import annotations

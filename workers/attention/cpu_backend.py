@@ -1,4 +1,4 @@
-"""Attention on a CPU by paged_attention.c: prompt chunks and single tokens, over pages in place."""
+"""Compute attention on a CPU by paged_attention.c: prompt chunks and single tokens, over pages in place."""
 
 from __future__ import annotations
 

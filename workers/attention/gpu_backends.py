@@ -1,4 +1,6 @@
-"""Attention on a GPU. All backends share the page layout [num_blocks, block_size, num_kv_heads, dim] of flash-attn.
+"""Compute attention on a GPU.
+
+All backends share the page layout [num_blocks, block_size, num_kv_heads, dim] of flash-attn.
 
 A block of codes has them in that order, too, and after them their scales [block_size, num_kv_heads].
 

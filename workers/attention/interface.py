@@ -1,4 +1,4 @@
-"""The interface of attention backends, and their inputs: a step's sequences, a layer's parameters, the KV cache."""
+"""Define the interface of attention backends, and their inputs: sequences, a layer's parameters, the KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference backend: attention by torch's operations, on any device. It gathers the pages before it attends."""
+"""Compute attention by torch's operations on any device: the reference backend. It gathers the pages first."""
 
 from __future__ import annotations
 

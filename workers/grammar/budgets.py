@@ -20,7 +20,7 @@ MAX_SKIPPED = 32  # steps
 class GroupBudget:
     """The processor time of a request's answers: a burst, and a little for each token.
 
-    What the masks after drafts take is counted apart, so that drafts never end a request.
+    The time of masks after drafts is counted separately, so that drafts never end a request.
     """
 
     used_s: float = 0.0
@@ -29,7 +29,7 @@ class GroupBudget:
 
     @property
     def limit_s(self) -> float:
-        """What the tokens so far allow."""
+        """The time that the tokens so far allow."""
         return BURST_S + TOKEN_S * self.num_tokens
 
     @property
@@ -50,7 +50,7 @@ class GroupBudget:
 
 
 class SlowTenants:
-    """The tenants whose grammars took too long lately. The second mask process follows their new answers."""
+    """The tenants whose grammars recently took too long. The second mask process follows their new answers."""
 
     def __init__(self) -> None:
         self._slow_until_s: dict[str, float] = {}

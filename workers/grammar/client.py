@@ -1,4 +1,4 @@
-"""The worker's end of the mask process: start it, ask for masks, notice its end.
+"""Use the mask process from the worker: start it, ask for masks, notice its end.
 
 Nothing in here waits longer than its caller allows. A process that is lost, or does not answer, is replaced. The state
 of the new process is derived again from the token table.

@@ -1,4 +1,4 @@
-"""Messages between a worker and its mask process: frozen values, encoded as msgpack."""
+"""Define the messages between a worker and its mask process: frozen values, encoded as msgpack."""
 
 from __future__ import annotations
 

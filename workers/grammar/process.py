@@ -1,8 +1,8 @@
 """`python -m workers.grammar.process`: compute token masks, in a process that may be killed.
 
-A worker starts it, and passes it two pipes and shared memory as open file descriptors. Grammars are text that clients
-wrote, and the library that follows them is native code. If that code uses too much memory, time or stack, only this
-process fails, and with it one request.
+A worker starts it, and passes it two pipes and shared memory as open file descriptors. Grammars come from clients, and
+the library that follows them is native code. If that code uses too much memory, time or stack, only this process and
+one request fail.
 """
 
 from __future__ import annotations

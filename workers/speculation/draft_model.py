@@ -1,4 +1,4 @@
-"""A draft model: a smaller model, or the model itself with weights of fewer bits, guesses the next tokens one by one.
+"""Draft with a smaller model, or with the model itself with weights of fewer bits, one token after the other.
 
 It is a second loaded model on the same device. Its keys and values are in blocks with the numbers of the model's own:
 block 7 of a sequence holds both models' keys and values of the same tokens. So hits in the prefix cache, forks, copies

@@ -1,7 +1,7 @@
-"""The interface of drafters: they guess the next tokens of sequences, and the model verifies the guesses.
+"""Define the interface of drafters, which guess the next tokens of sequences; the model verifies the guesses.
 
-Guesses change only the speed. A token is always the one that the model chooses without them, so a drafter may be wrong,
-make fewer drafts than it is asked for, or none. What it must not be is slow: it runs between two steps.
+Guesses change only the speed. The tokens are always those that the model chooses without drafts, so a drafter may be
+wrong, or make fewer drafts than requested, or none. But it must be fast, because it runs between two steps.
 """
 
 from __future__ import annotations

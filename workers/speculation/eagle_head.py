@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: one decoder layer that continues a model's own hidden states.
+"""Read EAGLE-3 heads: one decoder layer that continues a model's own hidden states.
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025. A head
 reads hidden states of three layers of the model, and the embedding of the token that follows. What it returns stands

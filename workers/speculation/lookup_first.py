@@ -1,4 +1,4 @@
-"""Prompt lookup before another drafter: a sequence that repeats its text gets drafts that cost nothing to make.
+"""Use prompt lookup before another drafter: a sequence that repeats its text then gets drafts at almost no cost.
 
 Each of the two has its own acceptance in each sequence. Lookup is asked in every step, so what it finds is compared
 with the tokens that follow, also where the other one's drafts were verified. The other one is asked where lookup finds

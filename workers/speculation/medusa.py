@@ -1,4 +1,4 @@
-"""Medusa: heads on the model's last hidden state, each of which guesses the token one further ahead.
+"""Draft with Medusa heads on the model's last hidden state; each head guesses the token one position further ahead.
 
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", 2024. The drafts are one
 chain, the likeliest token of each head, and no tree: a tree's branches would share positions, and each position of a

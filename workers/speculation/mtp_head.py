@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers after a model's last one, which its checkpoint has for this purpose.
+"""Draft with multi-token prediction: extra layers of a checkpoint after the model's last layer.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2. Such a layer reads the model's last hidden states and
 the embedding of the token that follows, and is a decoder layer of the model's own kind. Embedding and output head are

@@ -1,4 +1,4 @@
-"""Draft by prompt lookup: where the newest tokens stood before, what followed them there may follow again.
+"""Draft by prompt lookup: the tokens that followed the newest tokens at an earlier place may follow again.
 
 Texts repeat themselves where a model copies, quotes, edits or lists. Then the continuation of the newest earlier
 occurrence is often right, and it costs no computation on the device. Saxena, "Prompt Lookup Decoding", 2023; Yang et
