@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import datetime
 import json
 import os
@@ -49,6 +50,9 @@ from msgspec import Struct, field
 from benchmarks.against_peers import started
 from benchmarks.progress import Progress, tell
 from loadtest.reporting.formatting import as_number, as_time
+from loadtest.running.address import resolve
+from loadtest.running.connection_pool import Pool
+from loadtest.running.exchange import Exchange
 from scripts.tables import with_table
 from servekit.evaluation.evaluation import DEMO_QUESTIONS
 from tests.support.server_process import serving
@@ -146,41 +150,60 @@ def read_counts(url: str) -> dict[str, dict[int, float]]:
     return counts
 
 
-async def ask(client: httpx2.AsyncClient, route: str, body: dict[str, Any]) -> tuple[str, int, float]:
-    """Return (answer, its tokens, time to the first token). The first token comes alone, the others 64 at a time."""
-    began_s, first_s, pieces, num_tokens = time.perf_counter(), None, [], 0
-    options = {"stream": True, "stream_interval": 64, "temperature": 0.0, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", route, json=options | body) as response:
-        assert response.status_code == 200, (await response.aread())[:300]
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
+class Answer(Exchange):
+    """A streamed answer. It is read when it has ended."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        # The first token comes alone, the others 64 at a time.
+        options = {"stream": True, "stream_interval": 64, "temperature": 0.0, "stream_options": {"include_usage": True}}
+        super().__init__(json.dumps(options | body).encode())
+        self.has_ended = asyncio.Event()
+
+    def on_end(self) -> None:
+        self.has_ended.set()
+
+    def read(self) -> tuple[str, int, float]:
+        """Return (text, its tokens, time to the first token)."""
+        assert self.outcome is None and self.status == 200, f"{self.status} {self.error} {self.received[:300]!r}"
+        ttft_s, pieces, num_tokens, num_read = None, list[str](), 0, 0
+        for line in self.received.splitlines(keepends=True):
+            num_read += len(line)
+            if not line.startswith(b"data: {"):
                 continue
-            chunk = json.loads(line.removeprefix("data: "))
+            chunk = json.loads(line.removeprefix(b"data: "))
             if chunk.get("usage"):
                 num_tokens = chunk["usage"]["completion_tokens"]
             for choice in chunk["choices"]:
                 text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-                if first_s is None and (text or choice.get("finish_reason")):
-                    first_s = time.perf_counter()
+                if ttft_s is None and (text or choice.get("finish_reason")):
+                    ttft_s = self.times_s[bisect.bisect_left(self.ends, num_read)] - self.started_s
                 pieces.append(text)
-    assert first_s is not None, "an answer without a token"
-    return "".join(pieces), num_tokens, first_s - began_s
+        assert ttft_s is not None, "an answer without a token"
+        return "".join(pieces), num_tokens, ttft_s
 
 
 async def play(url: str, bodies: list[tuple[str, dict[str, Any]]], num_clients: int, fields: dict[str, Any]) -> Played:
     """Answer all requests, so many at a time. `fields` are added to each of them."""
     before, queue = read_counts(url), list(enumerate(bodies))[::-1]
-    answers: dict[int, tuple[str, int, float]] = {}
+    asked: list[tuple[int, Answer]] = []
+    (route,) = {route for route, _ in bodies}
+    # A general HTTP client takes some milliseconds of processor time for a request. The demo model takes not much more
+    # for an answer. The load generator's connections take next to none.
+    pool = Pool(asyncio.get_running_loop(), resolve(url), route)
 
-    async def work(client: httpx2.AsyncClient) -> None:
+    async def work() -> None:
         while queue:
-            index, (route, body) = queue.pop()
-            answers[index] = await ask(client, route, body | fields)
+            index, (_, body) = queue.pop()
+            asked.append((index, answer := Answer(body | fields)))
+            pool.send(answer)
+            async with asyncio.timeout(600):
+                await answer.has_ended.wait()
 
-    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
-        began_s = time.perf_counter()
-        await asyncio.gather(*(work(client) for _ in range(num_clients)))
-        took_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(num_clients)))
+    took_s = time.perf_counter() - began_s
+    await pool.close()
+    answers = {index: answer.read() for index, answer in asked}
     now = read_counts(url)
     drafted, accepted = (
         {position: value - before[kind].get(position, 0.0) for position, value in now[kind].items()}
@@ -236,7 +259,7 @@ def measure(model: str, folder: Path, deadline_s: float, arguments: argparse.Nam
     sides = [Side(drafter) for drafter in (OFF, *arguments.drafters)]
     if model != "demo":
         sides += [Side(*each.split("=", 1)) for each in arguments.server]
-    num_different = num_compared = 0
+    num_compared, num_different = 0, dict.fromkeys(tasks, 0)
     with ExitStack() as stack:
         for number, side in enumerate(sides):
             log = folder / f"log-{model}-{number}"
@@ -276,11 +299,12 @@ def measure(model: str, folder: Path, deadline_s: float, arguments: argparse.Nam
                     del side.rounds[0]
                     for own, plain in zip(side.rounds, sides[0].rounds, strict=True):
                         num_compared += len(own.answers) * (side is not sides[0])
-                        num_different += sum(a != b for a, b in zip(own.answers, plain.answers, strict=True))
+                        num_different[task] += sum(a != b for a, b in zip(own.answers, plain.answers, strict=True))
                     yield row(task, num_clients, side, sides[0])
                 for side in sides:
                     side.rounds.clear()
-        yield from ("", f"Of {num_compared:,} answers, {num_different} differ from the one without speculation.")
+        by_task = ", ".join(f"{number} of `{task}`" for task, number in num_different.items() if number)
+        yield from ("", f"Of {num_compared:,} answers, {by_task or 'none'} differ from the one without speculation.")
 
 
 def main() -> None:
