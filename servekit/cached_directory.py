@@ -50,7 +50,7 @@ def made(directory: Path) -> Iterator[Path]:
 
 
 def remove_others(directory: Path, link: str, source: Path) -> None:
-    """Remove the directories beside it that no server has used for a day, and that are not needed.
+    """Remove the directories next to it that no server has used for a day, and that are not needed.
 
     Their `link` leads to the same source, or to one that is gone; or they were never completed.
     """

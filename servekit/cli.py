@@ -142,7 +142,7 @@ def _add_replay_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help="repeat the decisions of a server from its journal, or try other settings",
         description="Feed the journal of `servekit serve --journal` to a new scheduler and compare every step; exit "
         "with 1 at the first difference. With any of the settings below, simulate its requests in virtual time with "
-        "these settings, and print the simulated figures beside the recorded ones.",
+        "these settings, and print the simulated figures next to the recorded ones.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

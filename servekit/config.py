@@ -179,7 +179,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Positive | None,
         Meta(
             description="memory for the KV cache of each worker, in bytes; by default 1 GiB on a CPU, and on a GPU "
-            "what --gpu-memory-utilization leaves beside the weights"
+            "what --gpu-memory-utilization leaves besides the weights"
         ),
     ] = None
     kv_offload_memory_bytes: Annotated[

@@ -142,7 +142,7 @@ def create_app(
 
 
 async def start(app: Starlette) -> None:
-    """Start what works beside the requests: the process that decodes large bodies, and the batches."""
+    """Start what runs alongside the requests: the process that decodes large bodies, and the batches."""
     await app.state.body_decoder.start()
     if app.state.batch_runner is not None:
         app.state.batch_runner.start()
@@ -161,8 +161,8 @@ async def stop(app: Starlette) -> None:
 class _Handler:
     """An endpoint as a plain ASGI application.
 
-    For a function, Starlette would add an exception layer to each route beside the one around all routes. That layer
-    takes a kilobyte for each open stream.
+    For a function, Starlette would add an exception layer to each route, in addition to the one around all routes. That
+    layer takes a kilobyte for each open stream.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -128,7 +128,7 @@ class Reply(Struct, frozen=True, tag=True):
 
 
 class SequenceTimes(Struct, frozen=True, array_like=True, gc=False):
-    """What the engine knows of a sequence, beside its tokens. Sent with its first token and with its end."""
+    """What the engine knows of a sequence, besides its tokens. Sent with its first token and with its end."""
 
     request: int
     index: int

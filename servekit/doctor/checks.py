@@ -119,7 +119,7 @@ def _load(machine: Machine, config: ServeConfig) -> Check:
         "other load",
         "slow" if cores.load > cores.usable else "ok",
         f"{cores.load:.1f} processes on {cores.usable} cores in the last minute",
-        "processes that compute beside a model's threads slow all of them down",
+        "processes that compute alongside a model's threads slow all of them down",
         "end other programs, or bind the server to cores of its own: taskset --cpu-list 0-3 servekit serve",
     )
 

@@ -53,7 +53,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Limits of this process; None is no limit."""
 
     open_files: int | None = None  # up to which a process may raise its own
-    reserved_files: int = 0  # that the server needs beside its connections
+    reserved_files: int = 0  # that the server needs besides its connections
     processes: int | None = None
     address_space_bytes: int | None = None
 

@@ -31,7 +31,7 @@ class TokenDelta(Struct, frozen=True, array_like=True, gc=False):
 
 
 class ParsedDelta(TokenDelta, frozen=True, array_like=True, gc=False):
-    """A piece of a chat's answer that its server has parsed: what it adds, beside the text of its content."""
+    """A piece of a chat's answer that its server has parsed: what it adds besides the text of its content."""
 
     events: tuple[AnswerEvent, ...] = ()
 

@@ -18,7 +18,7 @@ from servekit.errors import ConfigError
 
 log = logging.getLogger("servekit")
 
-# What belongs to a model beside its weights: configuration, tokenizer, chat template, generation config.
+# What belongs to a model besides its weights: configuration, tokenizer, chat template, generation config.
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "README.md")
 WEIGHT_INDEXES = frozenset({"pytorch_model.bin.index.json", "model.safetensors.index.json"})
 
@@ -56,11 +56,11 @@ def _check_is_free(path: Path) -> None:
 
 @contextmanager
 def _new_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `path`, which gets this name when the context ends without an error."""
+    """Yield a temporary directory next to `path`, which gets this name when the context ends without an error."""
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise ConfigError(f"{path}: nothing can be written beside it: {error.strerror}") from None
+        raise ConfigError(f"{path}: nothing can be written next to it: {error.strerror}") from None
     try:
         yield temporary
         mask = os.umask(0)

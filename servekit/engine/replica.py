@@ -63,7 +63,7 @@ class Replica:
 
     @property
     def takes_sequences(self) -> bool:
-        """Whether a new sequence can run here at once: not beside one that is suspected of crashing workers."""
+        """Whether a new sequence can run here at once: not while one is there that is suspected of crashing workers."""
         return self.is_ready and not self.core.manager.quarantine
 
     def wake(self) -> None:

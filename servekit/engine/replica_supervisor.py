@@ -78,7 +78,7 @@ class ReplicaSupervisor:
         workers = await asyncio.gather(*(each.start(load) for each in self._replicas.all))
         for index, worker in enumerate(workers):
             if (why := worker.difference(workers[0])) is not None:
-                raise ConfigError(f"the worker of replica {index} cannot serve beside that of replica 0: {why}")
+                raise ConfigError(f"the worker of replica {index} cannot serve together with that of replica 0: {why}")
         for replica in self._replicas.all:
             self._replicas.give_core(replica, make_core(replica))
             log.info("replica %d: %s", replica.index, replica.describe())

@@ -31,7 +31,7 @@ WORKER_ENVIRONMENT = {
     # OpenMP threads (libgomp, in torch for Linux) spin while they wait for each other: by default for milliseconds,
     # which is wasted when another process has taken a core. Without any spinning, an otherwise idle machine pays for
     # a sleep at each barrier. This count, some ten microseconds, is about the pause between two kernels.
-    # Measured in one run on two cores, tokens/s of 32 requests to the demo model, alone | beside a busy torch process:
+    # Measured in one run on two cores, tokens/s of 32 requests to the demo model, alone | next to a busy torch process:
     # spinning 2,101 | 240, never 1,956 | 1,233, this 2,979 | 1,480. To compare: `GOMP_SPINCOUNT=300000 make bench`.
     "GOMP_SPINCOUNT": "3000",
     # Put weights in huge pages (glibc 2.35; other libraries ignore it): a decode step reads all weights, and with small

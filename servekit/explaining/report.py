@@ -33,7 +33,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def details(interval: Interval) -> str:
-    """What is known of an interval beside its cause."""
+    """What is known of an interval besides its cause."""
     parts = [
         interval.rule,
         f"queue: {interval.scheduling_policy}" if interval.scheduling_policy else "",

@@ -55,7 +55,7 @@ class WaitingTime:
         num_kv_tokens = int(num_slots * (prompt_length + 0.5 * length))
         decode_s = self._model.seconds_of(StepWork(0, 0.0, num_slots, num_kv_tokens))
         nothing_s = self._model.seconds_of(StepWork(0, 0.0, 0, 0))
-        # Prompts are computed beside decodes: they add to steps that are there anyway.
+        # Prompts are computed together with decodes: they add to steps that are there anyway.
         prompt_s = self._model.seconds_of(StepWork(int(num_missing), 0.5 * num_missing**2, 0, 0)) - nothing_s
         of_slots_s = max(0, num_before) * (length * decode_s / num_slots + prompt_s)
         num_steps = manager.num_prefill_tokens / config.max_num_batched_tokens

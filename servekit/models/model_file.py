@@ -83,7 +83,7 @@ _TAKES = {
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a `[[model]]` entry says beside settings."""
+    """What a `[[model]]` entry says besides settings."""
 
     id: Name
     aliases: list[Name] = []
@@ -132,7 +132,7 @@ class _Alias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Top(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file says beside its entries."""
+    """What the file says besides its entries."""
 
     default: Name | None = None
     max_load_wait: Annotated[float, Meta(gt=0.0, le=86400.0)] = 300.0

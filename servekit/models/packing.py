@@ -157,7 +157,7 @@ class _Room:
         return chosen
 
     def _left(self, model: Workers, device: str, others: Sequence[str]) -> int:
-        """What is left beside models that stay loaded, and beside the other workers of this one."""
+        """What models that stay loaded leave, and the other workers of this one."""
         return self._capacity[device] - self._kept[device] - others.count(device) * model.memory_bytes
 
     def _fits(self, model: Workers, device: str, others: Sequence[str], replica: Sequence[str]) -> bool:
@@ -182,7 +182,7 @@ class _Room:
         number = f"each of its {model.num_workers} workers" if model.num_workers > 1 else "it"
         return ConfigError(
             f"there is no device{own} for the model {model.name!r}: {number} takes {model.memory_bytes} bytes, and "
-            f"beside models that stay loaded {left}; give more in [memory], or set keep = 'on_demand' for some"
+            f"models that stay loaded leave {left}; give more in [memory], or set keep = 'on_demand' for some"
         )
 
 

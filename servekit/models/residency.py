@@ -9,8 +9,8 @@ its memory have been loaded for as long, the least recently used of these are *c
 model wait in the queue, too. When its last use has ended, it is unloaded.
 
 A measurement of a model's memory replaces the estimate. But the models were placed with the estimates, and each of them
-must be able to load beside those with `is_kept`, whatever is measured later. So a model with `is_kept` counts at most
-as its estimate, and any other one at most as the memory that those leave.
+must be able to load together with those with `is_kept`, whatever is measured later. So a model with `is_kept` counts at
+most as its estimate, and any other one at most as the memory that those leave.
 
 This is pure: times are arguments, and the caller executes what `plan` returns.
 """

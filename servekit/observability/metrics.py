@@ -57,7 +57,7 @@ JOIN_REFUSALS = (
     "load_failed",
 )
 
-# Settings that a dashboard shows beside its curves, as labels of servekit_config_info.
+# Settings that a dashboard shows next to its curves, as labels of servekit_config_info.
 _EXPORTED_SETTINGS = (
     "dtype",
     "device",

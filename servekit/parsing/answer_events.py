@@ -39,8 +39,8 @@ AnswerEvent = Content | Reasoning | CallBegins | CallArguments
 class AnswerEvents:
     """Collects the events of one answer.
 
-    Whitespace beside a marker is not part of the text: models write blank lines after their reasoning and before calls.
-    So whitespace is held until it is known what follows.
+    Whitespace next to a marker is not part of the text: models write blank lines after their reasoning and before
+    calls. So whitespace is held until it is known what follows.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ FORMATS = (
     FillFormat("[PREFIX]", "[SUFFIX]", is_after_first=True),  # Codestral
 )
 
-# Tokens that end the answer, beside the model's own end of sequence: another file, or the end of the middle.
+# Tokens that end the answer, besides the model's own end of sequence: another file, or the end of the middle.
 ENDS = (
     "▁<EOT>",
     "<EOT>",

@@ -19,7 +19,7 @@ class Lark:
         self._token_id = token_id
         self._eos_token_ids = eos_token_ids
         self.parts: list[Grammar] = []
-        self.rules: list[str] = []  # beside `start`
+        self.rules: list[str] = []  # besides `start`
 
     def part(self, grammar: Grammar) -> str:
         """Add a grammar of another kind, and return the symbol for it."""

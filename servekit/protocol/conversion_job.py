@@ -12,7 +12,7 @@ class ConversionJob(Struct, frozen=True, kw_only=True):
     output: str  # directory, which exists; the process can write nowhere else
     weights: bool = False  # write safetensors of the pickled weights
     tokenizer: bool = False  # write tokenizer.json of the tokenizer's other files
-    memory_bytes: int  # that it may allocate, beside the interpreter's and the libraries' own
+    memory_bytes: int  # that it may allocate, besides the interpreter's and the libraries' own
     cpu_s: int  # of processor time
     parent_pid: int
 

@@ -1,4 +1,4 @@
-"""Define the index of a GGUF file's tensors, which the server writes for workers: a JSON file beside the link.
+"""Define the index of a GGUF file's tensors, which the server writes for workers: a JSON file next to the link.
 
 The server reads the file's header, which has a configuration, a tokenizer and the names of tensors in one. Workers need
 only this of it: where the bytes of each parameter are, and how they become the parameter that transformers knows.

@@ -60,7 +60,7 @@ def write_line(text: str) -> None:
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """The `extra` argument of a log call: named values that are logged beside the message."""
+    """The `extra` argument of a log call: named values that are logged with the message."""
     return {"fields": values}
 
 

@@ -57,7 +57,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class OpenAISettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A server that speaks OpenAI's API: kind `openai`."""
 
-    # vllm: the server takes vLLM's parameters beside OpenAI's, as SGLang and servekit do, too.
+    # vllm: the server takes vLLM's parameters besides OpenAI's, as SGLang and servekit do, too.
     dialect: Literal["openai", "vllm"] = "openai"
     first_token_timeout: Seconds = 120.0  # for a connection, and then again for the first piece of the answer
     token_timeout: Seconds = 60.0  # for each further piece

@@ -5,9 +5,9 @@ when it decides, and what was added a moment ago is in their answers. It remembe
 which blocks the prompts will publish that were sent and are not computed yet.
 
 The replica with the lowest cost is chosen: the predicted time to the first token, and a part of the time that this
-sequence and those beside it then spend on its tokens (docs/design/routing.md). Among equal costs, the least loaded one
-is. A conversation stays on its replica because its prefix is cached there, and leaves it when waiting there costs more
-than computing the prefix again elsewhere.
+sequence and those in the same steps then spend on its tokens (docs/design/routing.md). Among equal costs, the least
+loaded one is. A conversation stays on its replica because its prefix is cached there, and leaves it when waiting there
+costs more than computing the prefix again elsewhere.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.workload_manager import WorkloadManager
 
-# What a second between tokens counts, for this sequence and those beside it, relative to one before the first token.
-# With more, prefixes are computed again elsewhere more often; with less, a replica that has returned idles for longer.
+# What a second between tokens counts, for this sequence and those in the same steps, relative to one before the first
+# token. With more, prefixes are computed again elsewhere more often; with less, a replica that has returned idles for
+# longer.
 DECODE_WEIGHT = 0.15
 MIN_GAIN_S = 0.05  # a move must pay at least so much
 MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it

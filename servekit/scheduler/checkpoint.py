@@ -127,7 +127,7 @@ class PoolState(Struct, frozen=True, array_like=True):
 
 
 class QueueState(Struct, frozen=True, array_like=True):
-    """What a policy remembers beside the sequences that wait."""
+    """What a policy remembers besides the sequences that wait."""
 
     oldest_id: int | None = None  # Shortest
     num_overtaking_tokens: int = 0
@@ -164,7 +164,7 @@ class DraftState(Struct, frozen=True, array_like=True):
 
 
 class ManagerState(Struct, frozen=True, array_like=True):
-    """Everything that the decisions of a workload manager depend on, beside its configuration."""
+    """Everything that the decisions of a workload manager depend on, besides its configuration."""
 
     epoch: int
     next_step_id: int

@@ -91,7 +91,7 @@ class ChargeElsewhere(Operation[None], frozen=True, tag="charge_elsewhere"):
 
 
 class AnnounceBlocks(Operation[None], frozen=True, tag="announce_blocks"):
-    """Note that the worker's KV connector holds these blocks, beside those that steps stored."""
+    """Note that the worker's KV connector holds these blocks, besides those that steps stored."""
 
     keys: TokenSequence[bytes]
 

@@ -188,7 +188,7 @@ class KVCacheManager:
         )
 
     def num_blocks_at_end(self, sequence: Sequence, num_found_blocks: int) -> int:
-        """How many blocks a sequence will have, beside the found ones, by the length that is predicted for it."""
+        """How many blocks a sequence will have, besides the found ones, by the length that is predicted for it."""
         return -(-sum(self._demand(sequence, num_found_blocks)) // self.block_size)
 
     def _max_blocks(self, sequence: Sequence) -> int:

@@ -33,7 +33,7 @@ class PrefillLimiter:
         self._largest_chunk = 0.0  # the largest recent chunk, in tokens
 
     def prefill_limit(self) -> int:
-        """How many prefill tokens fit into the next step beside its decodes."""
+        """How many prefill tokens fit into the next step together with its decodes."""
         if self.target_s is None:
             return self.max_tokens
         prefill_s = self.step_times.prefill_s

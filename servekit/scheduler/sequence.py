@@ -221,7 +221,7 @@ class Sequence:
             self.num_accepted_tokens = progress.num_accepted_tokens
 
     def progress(self) -> Progress:
-        """What another manager needs, beside the arguments that this sequence was made with, to continue it."""
+        """What another manager needs, besides the arguments that this sequence was made with, to continue it."""
         return Progress(
             output_token_ids=self.token_ids[self.prompt_length :],
             prompt_logprobs=tuple(self.prompt_logprobs),

@@ -81,7 +81,7 @@ FINAL_SEND_TIMEOUT_S = 2.0  # the send_timeout when the server ends
 # When the server drains, an idle connection closes after this time without a request. A client that sends requests more
 # often gets `Connection: close` in its next answer, so it never sends a request into a connection that is closing.
 DRAIN_IDLE_TIMEOUT_S = 0.5
-RESERVED_FILES = 192  # beside connections: pipes, model files, sandboxes, lingering connections
+RESERVED_FILES = 192  # besides connections: pipes, model files, sandboxes, lingering connections
 LOG_INTERVAL_S = 1.0  # between refusals that are logged at info level; the others are logged at debug level
 
 

@@ -1,7 +1,7 @@
 """Draw a frame of the live view as lines for a terminal of any size, without clock or I/O.
 
 From top to bottom: the server and its state, its figures, the last steps as a strip, the KV blocks as a grid, and as
-many sequences as there is room for. Each kind of item has its own character beside its colour, so the view can be read
+many sequences as there is room for. Each kind of item has its own character besides its colour, so the view can be read
 without colours. All text of the server goes through `safe_line`.
 """
 

@@ -18,7 +18,7 @@ from servekit.errors import ConfigError
 from workers.loading.checkpoint import INDEX, WEIGHTS
 
 SHARD_BYTES = 2**30  # which are kept in memory until the file is written
-# What belongs to a model beside its weights and its config.json: tokenizer, chat template, generation config.
+# What belongs to a model besides its weights and its config.json: tokenizer, chat template, generation config.
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 
 
@@ -69,7 +69,7 @@ class CheckpointWriter:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `path`, which takes its name when the context ends without an error.
+    """Yield a temporary directory next to `path`, which takes its name when the context ends without an error.
 
     After an error, or an interrupt, nothing is left of it. So a directory of this name is always a whole one. Raises
     ConfigError if there is something at `path` other than an empty directory, or if nothing can be written there.
@@ -78,7 +78,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise ConfigError(f"{path}: nothing can be written beside it: {error.strerror}") from None
+        raise ConfigError(f"{path}: nothing can be written next to it: {error.strerror}") from None
     try:
         yield temporary
         mask = os.umask(0)
@@ -100,7 +100,7 @@ def check_is_free(path: Path) -> None:
 
 
 def copy_companions(model: Path, directory: Path) -> None:
-    """Copy the files that belong to a model beside its weights and its config.json."""
+    """Copy the files that belong to a model besides its weights and its config.json."""
     for pattern in COPIED:
         for file in sorted(model.glob(pattern)):
             if file.is_file() and file.name not in ("config.json", INDEX):

@@ -1,6 +1,6 @@
 """Run a model's decoder layers one after the other over calibration samples, each layer in float32 for its turn only.
 
-The model's weights stay mapped from its files. What layers get beside the hidden states (masks, rotary positions)
+The model's weights stay mapped from its files. What layers get besides the hidden states (masks, rotary positions)
 differs by model and by layer. So the model's own forward pass makes it: the layers before return what they computed
 before, and the layer in question notes what it is called with.
 """

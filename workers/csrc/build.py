@@ -1,7 +1,7 @@
 """Load the C kernels for this processor: those that the package has prebuilt, or else compile them at first use.
 
 torch has no attention over pages on a CPU, and between the matrix products of a decoder layer it makes ten passes over
-memory where one is enough. To compile takes some ten seconds, once per machine, beside the import of torch; the
+memory where one is enough. To compile takes some ten seconds, once per machine, in addition to importing torch; the
 libraries are kept in the user's cache folder. Without a compiler the worker uses torch's operations. The log says which
 of the three it is.
 """
@@ -179,7 +179,7 @@ def _compile(compiler: str, macros: tuple[str, ...], target: Path) -> Path:
 
 
 def compile_library(compiler: str, flags: Sequence[str], target: Path) -> Path:
-    """Compile all sources into `target` and return it; object files are left beside it.
+    """Compile all sources into `target` and return it; object files are left next to it.
 
     Raises OSError or SubprocessError.
     """

@@ -1,6 +1,6 @@
 """C kernels that were compiled when the package was built, and which of them is the best for this processor.
 
-A wheel of `make wheel` has a library for each variant and dtype in the folder `prebuilt` beside this file, so the
+A wheel of `make wheel` has a library for each variant and dtype in the folder `prebuilt` next to this file, so the
 machine that installs it needs no compiler. A checkout has none.
 """
 

@@ -22,7 +22,7 @@ from workers.kv_cache.pages import KVCache
 
 MAX_KEYS = 2**16  # keys that a new worker announces; more would delay the server
 MAX_DROPPED = 2**14  # keys in one report: a message has a bound
-BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take memory beside the buffer
+BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take memory besides the buffer
 
 
 class KVConnector(Protocol):

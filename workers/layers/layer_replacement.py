@@ -68,7 +68,7 @@ def _replace_on_cpu(
 
 
 def replace_linears(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace the linear layers of a module that runs beside a model, such as a head that makes drafts, in place."""
+    """Replace the linear layers of a module that runs alongside a model, such as a head that makes drafts, in place."""
     if device.type == "cpu" and can_pack(dtype):
         library = c_library(str(dtype).removeprefix("torch."))
         pack_linears(module, pack_for_cpu if library is None else make_cpu_method(library))

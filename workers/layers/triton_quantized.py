@@ -311,7 +311,7 @@ def make_weight(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight
 def _num_splits(num_outputs: int, num_steps: int) -> int:
     """Return how many parts of the inputs are multiplied side by side. It does not depend on the number of rows.
 
-    So a row's result does not change with the rows beside it, as long as the kernel multiplies them.
+    So a row's result does not change with the other rows of the step, as long as the kernel multiplies them.
     """
     num_blocks = -(-num_outputs // BLOCK_OUTPUTS)
     return max(1, min(MAX_SPLITS, num_steps // 4, MIN_PROGRAMS // num_blocks))

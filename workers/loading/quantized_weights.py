@@ -37,7 +37,7 @@ from workers.quantization.quantized_tensor import QuantizedTensor
 
 log = logging.getLogger("servekit.worker")
 
-MOST_GROWTH = 1.1  # of a matrix that is kept in memory, beside its size in the files
+MOST_GROWTH = 1.1  # of a matrix that is kept in memory, relative to its size in the files
 
 
 class QuantizedMatrices:

@@ -1,4 +1,4 @@
-"""Read what a predictor's checkpoint says beside config.json: the files of sentence-transformers, and limits.
+"""Read what a predictor's checkpoint says besides config.json: the files of sentence-transformers, and limits.
 
 A directory may come from an attacker: names of modules are only compared with those that are known, paths stay inside
 of the directory, and nothing is imported or unpickled.

@@ -65,8 +65,8 @@ class QuantizedAtLoad(WeightFormat):
         return num_outputs, num_inputs
 
     def read(self, tensors: Mapping[str, Tensor], name: str) -> QuantizedTensor:
-        # torch's threads would wait for each other after every small operation: beside a busy process, two of them took
-        # thirty times as long as one here. Trade-off: on an idle machine with many cores, one takes longer.
+        # torch's threads would wait for each other after every small operation: alongside a busy process, two of them
+        # took thirty times as long as one here. Trade-off: on an idle machine with many cores, one takes longer.
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -1,7 +1,7 @@
 """Round a matrix to few bits, with the least squared error that its scales allow.
 
 Every function takes a matrix [num_outputs, num_inputs] of any floating-point dtype and returns it as a QuantizedTensor.
-It works on a few rows at a time, in float32, so that it takes little memory beside the result.
+It works on a few rows at a time, in float32, so that it takes little memory besides the result.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def round_float8(matrix: Tensor, activations: Activations = "float8") -> Quantiz
 def round_int4(matrix: Tensor, group_size: int, activations: Activations = "float") -> QuantizedTensor:
     """Round to sixteen levels at equal distances, with a scale and an offset for each group of a row.
 
-    `group_size` must divide the number of inputs and be even. Scales and offsets are bfloat16: beside the rounding to
-    sixteen levels, theirs adds less than a thousandth to the error, and in float32 they would take a quarter of the
-    memory of the codes.
+    `group_size` must divide the number of inputs and be even. Scales and offsets are bfloat16: compared with the
+    rounding to sixteen levels, theirs adds less than a thousandth to the error, and in float32 they would take a
+    quarter of the memory of the codes.
     """
 
     def round_groups(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ class MemoryUse:
 
     total: int
     free: int  # before anything was computed
-    kept: int  # memory that stays allocated beside the cache after steps: graphs, logits, workspaces, the token table
+    kept: int  # memory that stays allocated besides the cache after steps: graphs, logits, workspaces, the token table
     step: int  # what the largest step takes in addition, at its peak
 
 
@@ -65,7 +65,7 @@ class Gpu:
 def measure_memory_use(
     device: Device, total: int, prepare: Callable[[], tuple[Callable[[], object], int]]
 ) -> MemoryUse:
-    """Measure what serving takes beside the cache, by computing the largest step.
+    """Measure what serving takes besides the cache, by computing the largest step.
 
     `prepare` makes everything that serving needs. It returns a function that computes the largest step, and the bytes
     of the cache that it made for that step. What `prepare` makes exists while the step is computed, so what stays and

@@ -620,7 +620,7 @@ def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
         raise ConfigError(f"{flag} holds no KV block: one has {bytes_per_block:,} bytes")
     used = memory + (runner.cache_bytes if loaded.device.type == "cpu" else 0)
     if used > cpu_memory():
-        raise ConfigError(f"{flag} is too much beside the KV cache: {describe_memory(on_cpu)}; lower it")
+        raise ConfigError(f"{flag} is too much in addition to the KV cache: {describe_memory(on_cpu)}; lower it")
     disk = None
     if settings.kv_offload_dir:
         # Blocks are the same where all of this is. A device or a kernel that rounds otherwise gives others.
@@ -662,7 +662,7 @@ def _capture(runner: ModelRunner) -> None:
 
 
 def _measure_memory_use(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None) -> MemoryUse:
-    """Measure what serving takes beside the cache, with a cache that is just large enough for the largest step."""
+    """Measure what serving takes besides the cache, with a cache that is just large enough for the largest step."""
     gpu = Gpu(loaded.device)
     plan, num_blocks = largest_step(settings, loaded.info.max_model_len)
 

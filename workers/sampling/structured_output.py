@@ -241,8 +241,8 @@ class GrammarMasks:
     def ask_ahead(self, batch: GrammarBatch, rows: list[SamplingRow], token_ids: Tensor) -> None:
         """Ask for the masks of the next step, given the token ids [num_rows] that this one has sampled on a CPU.
 
-        Without it, the process would compute them beside the forward pass, which uses all cores. A mask is computed in
-        vain if the answer has ended. `begin` asks for the others, and for those after drafts.
+        Without it, the process would compute them alongside the forward pass, which uses all cores. A mask is computed
+        in vain if the answer has ended. `begin` asks for the others, and for those after drafts.
         """
         sampled = token_ids.tolist() if batch.sequences else []
         unsent: list[_Unsent] = []

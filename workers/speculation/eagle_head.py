@@ -112,7 +112,7 @@ class Eagle3Head(nn.Module):
 
 
 def load_eagle3_head(path: Path, loaded: LoadedModel) -> Eagle3Head:
-    """Return the head in `path`, ready to run beside the model. Raises ConfigError for what does not fit."""
+    """Return the head in `path`, ready to run alongside the model. Raises ConfigError for what does not fit."""
     config = loaded.model.config.get_text_config()
     try:
         files = TensorFiles(find_weights(path))

@@ -53,7 +53,7 @@ class HostCheck:
 
 
 def own_hosts(config: ServeConfig, keyring: Keyring) -> list[str] | None:
-    """Return the names that this server accepts beside localhost, or None to accept any. Raises ConfigError.
+    """Return the names that this server accepts besides localhost, or None to accept any. Raises ConfigError.
 
     Any name is accepted where API keys are needed, because a page has none, and where other machines can connect,
     because only the operator knows the names they use.

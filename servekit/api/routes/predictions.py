@@ -232,7 +232,7 @@ async def _read_form(request: Request) -> tuple[PredictRequest, memoryview]:
                 parts[name] += event
             num_other_bytes += 0 if isinstance(event, Part) or name == "image" else len(event)
             if len(parts) + num_other_bytes > MAX_INLINE_BYTES:  # they are decoded on the event loop
-                raise RequestTooLarge(f"the form's fields beside image have more than {MAX_INLINE_BYTES} bytes")
+                raise RequestTooLarge(f"the form's fields besides image have more than {MAX_INLINE_BYTES} bytes")
         await asyncio.sleep(0)  # a form of 8 MB takes some tens of milliseconds
     if not reader.is_complete:
         raise InvalidRequest("the body ends before the form does; its last boundary is missing")

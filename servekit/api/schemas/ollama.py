@@ -131,7 +131,7 @@ class OllamaFields(Struct, kw_only=True):
     ] = None
     stream: Annotated[bool | None, described("send the answer in lines of JSON; default: true")] = None
     logprobs: Annotated[bool | None, described("return the logprob of each token")] = None
-    top_logprobs: Annotated[NumLogprobs | None, described("return this many likeliest tokens beside each token")] = None
+    top_logprobs: Annotated[NumLogprobs | None, described("return this many likeliest tokens with each token")] = None
     keep_alive: Annotated[Any, described("ignored: the model stays loaded")] = None
 
     @property

@@ -487,7 +487,7 @@ class ChatCompletionRequest(OpenAIFields, kw_only=True):
     ] = None
     max_tokens: Annotated[Count | None, described("older name of max_completion_tokens")] = None
     logprobs: Annotated[bool | None, described("return the logprob of each token")] = None
-    top_logprobs: Annotated[NumLogprobs | None, described("return this many likeliest tokens beside each token")] = None
+    top_logprobs: Annotated[NumLogprobs | None, described("return this many likeliest tokens with each token")] = None
     add_generation_prompt: Annotated[
         bool | None, described("begin the assistant's turn after the last message; default: true")
     ] = None
@@ -693,7 +693,7 @@ class ToolCall(Struct):
 class ChatAnswer(Struct):
     """The assistant's message."""
 
-    content: str | None  # null beside calls, if there is none
+    content: str | None  # null next to calls, if there is none
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET

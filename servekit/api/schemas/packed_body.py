@@ -41,8 +41,8 @@ from servekit.inference import Tensor
 # A body of this size takes at most 3 ms to decode, to check and to free, whatever it contains.
 MAX_INLINE_BYTES = 2**16
 assert MAX_INLINE_BYTES == MAX_BODY_DECODED_TWICE
-MAX_SHORT_BYTES = 2**17  # of all fields beside the long ones, which the event loop decodes in one piece
-MAX_MESSAGE_BYTES = 2**16  # of a message beside its content
+MAX_SHORT_BYTES = 2**17  # of all fields besides the long ones, which the event loop decodes in one piece
+MAX_MESSAGE_BYTES = 2**16  # of a message besides its content
 LONG_CONTENT = 2**14  # characters of a message's content, from which on it is sent apart
 
 # The fields of each kind of body that may be long, and what stands for them in the short rest.
@@ -216,7 +216,7 @@ def _pack(wanted: Any, max_prompt_tokens: int) -> PackedBody:
     if len(short) > MAX_SHORT_BYTES:
         names = " and ".join(long)
         raise InvalidRequest(
-            f"the fields of the request body beside {names} take {len(short)} bytes; the limit is {MAX_SHORT_BYTES}: "
+            f"the fields of the request body besides {names} take {len(short)} bytes; the limit is {MAX_SHORT_BYTES}: "
             "send fewer or shorter ones"
         )
     return PackedBody(kind.__name__, memoryview(short), long)
@@ -303,7 +303,7 @@ def _conversation(wanted: ChatBody) -> Conversation:
         if num_bytes > MAX_MESSAGE_BYTES:
             param = f"messages[{index}]"
             raise InvalidRequest(
-                f"{param} takes {num_bytes} bytes beside its content; the limit is {MAX_MESSAGE_BYTES}: send fewer or "
+                f"{param} takes {num_bytes} bytes besides its content; the limit is {MAX_MESSAGE_BYTES}: send fewer or "
                 "shorter tool_calls",
                 param=param,
             )

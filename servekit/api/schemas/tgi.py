@@ -29,7 +29,7 @@ class TgiParameters(CommonFields, kw_only=True, forbid_unknown_fields=True):
     best_of: Annotated[NumAnswers | None, described("number of answers to compute; the likeliest is returned")] = None
     details: Annotated[bool | None, described("return the finish reason and each token")] = None
     decoder_input_details: Annotated[bool | None, described("return each token of the prompt with its logprob")] = None
-    top_n_tokens: Annotated[NumLogprobs | None, described("return this many likeliest tokens beside each token")] = None
+    top_n_tokens: Annotated[NumLogprobs | None, described("return this many likeliest tokens with each token")] = None
     return_full_text: Annotated[bool | None, described("put the prompt before the answer")] = None
     truncate: Annotated[Count | None, described("keep only this many tokens of the prompt, the last ones")] = None
     grammar: Annotated[GrammarField | None, described("grammar that the answer must match")] = None

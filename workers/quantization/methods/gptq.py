@@ -27,8 +27,8 @@ def round_gptq(
 
     With `in_order_of_activation`, the columns of the largest inputs are rounded first, when most others are left to
     make up for them. Groups stay those of neighbours, so a reader need not reorder anything: scales are found before
-    the first column is rounded. (This is the option `static_groups` beside `act_order` of the authors' code.) Otherwise
-    the scales of a group are found when its first column is reached, for the numbers as they have become.
+    the first column is rounded. (This is the option `static_groups` together with `act_order` of the authors' code.)
+    Otherwise the scales of a group are found when its first column is reached, for the numbers as they have become.
 
     Raises ConfigError if the Gram matrix is not finite.
     """

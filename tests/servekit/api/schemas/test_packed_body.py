@@ -289,7 +289,7 @@ def refused(body: dict[str, Any], kinds: Kinds, max_tokens: int = MAX_TOKENS) ->
 async def test_what_the_event_loop_would_decode_in_one_piece_is_bounded() -> None:
     schema = {f"{number}": 1 for number in range(100_000)}
     message = refused({"prompt": "a", "guided_json": schema}, COMPLETION)
-    assert "beside prompt" in message and str(MAX_SHORT_BYTES) in message
+    assert "besides prompt" in message and str(MAX_SHORT_BYTES) in message
     message = refused({"messages": [{"role": "u", "tool_calls": [{}] * 100_000}]}, CHAT)
     assert "messages[0]" in message and str(MAX_MESSAGE_BYTES) in message
 
