@@ -17,7 +17,7 @@ class Speed(Struct, frozen=True, gc=False):
     """The measured times of which a step consists, in seconds."""
 
     prefill_s: float  # for each token of a prompt
-    decode_s: float  # for each running sequence
+    decode_s: float  # for each decode: a token of a running sequence
     overhead_s: float  # for each step, whatever is in it
 
     def step_s(self, num_running: int) -> float:
@@ -28,16 +28,16 @@ class Speed(Struct, frozen=True, gc=False):
 class RoutedPrompt(Struct, gc=False):
     """The answers to one prompt that were sent to a replica."""
 
-    sequence_ids: tuple[int, ...]  # the leader first
+    sequence_ids: tuple[int, ...]  # of the answers; the leader comes first
     hashes: list[bytes]  # of the prompt's full blocks
     num_tokens: int  # of the prompt
     num_found: int  # blocks of `hashes` that were in the prefix cache
     tenant: str
-    is_moved: bool = False  # it came from another replica's queue
+    is_moved: bool = False  # whether it was moved here from another replica's queue
 
 
 class Load(Struct, gc=False):
-    """What a replica has to do, as far as it matters to the next sequence."""
+    """The work of a replica that delays the next sequence."""
 
     num_running: int
     num_waiting: int
@@ -47,14 +47,14 @@ class Load(Struct, gc=False):
     num_steps_in_flight: int
     num_free_blocks: int
     num_leased_blocks: int
-    queued: dict[str, WorkCount] | None = None  # what waits for its first step, by tenant, where tenants take turns
+    queued: dict[str, WorkCount] | None = None  # waiting for the first step, by tenant; None if these take no turns
 
     def copy(self) -> Load:
         """Return a load that `add` can change without changing this one."""
         return replace(self, queued=copy_counts(self.queued))
 
     def add(self, tenant: str, num_sequences: int, num_tokens: int, num_missing: int) -> None:
-        """Count the answers to one more prompt, or with negative numbers less."""
+        """Add the answers to one prompt; with negative numbers, subtract them."""
         self.num_waiting += num_sequences
         self.num_queued_tokens += num_tokens
         self.num_prefill_tokens += num_missing
@@ -73,16 +73,17 @@ def copy_counts(counts: Mapping[str, WorkCount] | None) -> dict[str, WorkCount] 
 
 
 class Replica:
-    """One workload manager, seen from the router."""
+    """What the router knows of one workload manager."""
 
     def __init__(self, replica_id: int, manager: WorkloadManager) -> None:
         self.replica_id = replica_id
         self.manager = manager
         self.is_available = True
-        self.last_chosen = 0  # the number of the route that chose it last
-        # Blocks that the prompts sent here will publish: the leader of each, by the block's hash. It may have ended.
+        self.last_chosen = 0  # number of the newest route that chose this replica
+        # Blocks that the prompts sent here will publish: the leader that computes each, by the block's hash. A leader
+        # may have ended.
         self._expected: dict[bytes, int] = {}
-        self._sent: deque[RoutedPrompt] = deque()  # in no order; some of them are computed, or have ended
+        self._sent: deque[RoutedPrompt] = deque()  # in no order; some are computed already, or have ended
 
     def speed(self) -> Speed | None:
         """Return how fast the replica is; None until it has computed a prompt."""
@@ -111,7 +112,7 @@ class Replica:
         return self.manager.kv_cache.prefixes.num_known(hashes)
 
     def num_expected(self, hashes: list[bytes], start: int) -> int:
-        """Return how many blocks from `start` on earlier prompts will have computed before the next sequence starts."""
+        """Return how many blocks from `start` on earlier prompts will compute before the next one starts."""
         if start == len(hashes) or hashes[start] not in self._expected:
             return 0
         expected, find = self._expected, self.manager.find
@@ -128,7 +129,10 @@ class Replica:
     # -- what was sent ------------------------------------------------------------------------------------------------
 
     def add(self, sent: RoutedPrompt) -> None:
-        """Remember what was sent. Takes constant time: two older entries are looked at, and forgotten if computed."""
+        """Record what was sent.
+
+        Takes constant time: it checks two older entries, and drops them if they are computed.
+        """
         for _ in range(min(2, len(self._sent))):
             older = self._sent.popleft()
             if self._is_computed(older):
@@ -141,17 +145,17 @@ class Replica:
             self._expected[block_hash] = leader_id
 
     def remove(self, sent: RoutedPrompt) -> None:
-        """Forget what moves to another replica."""
+        """Drop an entry that moves to another replica."""
         self._sent.remove(sent)
         self._forget(sent)
 
     def waiting(self) -> list[RoutedPrompt]:
-        """Return the prompts that have not begun, the newest first, without those moved here from another replica."""
+        """Return the prompts that have not begun, newest first, without those that moved here from another replica."""
         found = [sent for sent in self._sent if not sent.is_moved and self.is_waiting(sent)]
         return sorted(found, key=lambda sent: sent.sequence_ids[0], reverse=True)
 
     def is_waiting(self, sent: RoutedPrompt) -> bool:
-        """Return whether none of the answers to a prompt that was sent here has begun or is gone."""
+        """Return whether all answers to a prompt that was sent here still wait: none has begun, ended or left."""
         sequences = map(self.manager.find, sent.sequence_ids)
         return all(each is not None and each.first_scheduled_s is None for each in sequences)
 

@@ -1,13 +1,13 @@
 """Choose the replica for each new sequence, and the waiting sequences that should move to another one.
 
-All workload managers are in this process, so the router knows the state of every replica exactly: it asks the managers
-when it decides, and what was added a moment ago is in their answers. It remembers only one thing that they do not know:
-which blocks the prompts will publish that were sent and are not computed yet.
+All workload managers are in this process, so the router knows the exact state of every replica: it reads the managers
+when it decides, and they include what was added a moment ago. The router itself records only which blocks will be
+published by prompts that were sent and are not computed yet, because the managers do not know that.
 
 The replica with the lowest cost is chosen: the predicted time to the first token, and a part of the time that this
 sequence and those in the same steps then spend on its tokens (docs/design/routing.md). Among equal costs, the least
-loaded one is. A conversation stays on its replica because its prefix is cached there, and leaves it when waiting there
-costs more than computing the prefix again elsewhere.
+loaded replica is chosen. A conversation stays on its replica because its prefix is cached there, and leaves it when
+waiting there costs more than computing the prefix again elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from servekit.scheduler.workload_manager import WorkloadManager
 # token. With more, prefixes are computed again elsewhere more often; with less, a replica that has returned idles for
 # longer.
 DECODE_WEIGHT = 0.15
-MIN_GAIN_S = 0.05  # a move must pay at least so much
-MIN_GAIN_RATIO = 0.5  # and at least this part of what is left to wait after it
-LOOKS_PER_MOVE = 4  # prompts that are looked at in one call, for each that may move; each look is at all replicas
-TIE_RATIO = 0.05  # costs that differ by no more are equal: measured speeds are not so exact
-UNKNOWN_LENGTH = 128.0  # of answers, until one has ended
-UNKNOWN_SPEED = Speed(50e-6, 0.0, 10e-3)  # until a replica has computed a prompt
+MIN_GAIN_S = 0.05  # a move must save at least this time
+MIN_GAIN_RATIO = 0.5  # and at least this part of the wait that is left after the move
+LOOKS_PER_MOVE = 4  # prompts checked in one call for each prompt that may move; a check compares all replicas
+TIE_RATIO = 0.05  # costs that differ by no more count as equal, because measured speeds are not exact
+UNKNOWN_LENGTH = 128.0  # assumed length of answers, until one has ended
+UNKNOWN_SPEED = Speed(50e-6, 0.0, 10e-3)  # assumed speed, until a replica has computed a prompt
 
 
 class Route(Struct, frozen=True):
@@ -84,14 +84,14 @@ class Router:
         del self.replicas[replica_id]
 
     def set_available(self, replica_id: int, is_available: bool) -> None:
-        """Say whether a replica may take sequences. One that is lost, loads its model or is about to leave may not."""
+        """Set whether a replica may take sequences: not while it is lost, loads its model or is about to leave."""
         self.replicas[replica_id].is_available = is_available
 
     def route(self, commands: Sequence[AddSequence]) -> Route | None:
         """Choose the replica for all answers to one prompt, the first of which is the leader of the others.
 
-        The caller gives the commands to that replica's manager before it calls the router again. None if no replica is
-        available.
+        The caller gives the commands to that replica's manager before it calls the router again. Returns None if no
+        replica is available.
         """
         leader, num_sequences = commands[0], len(commands)
         replicas = self._available()
@@ -129,8 +129,8 @@ class Router:
     def _hashes(self, leader: AddSequence) -> list[bytes]:
         """Return the hashes of the prompt's blocks that may be found in a prefix cache."""
         if leader.sampling.prompt_logprobs is not None:
-            return []  # all positions must be computed
-        num_blocks = (len(leader.prompt_token_ids) - 1) // self._block_size  # the logits of the last token are needed
+            return []  # nothing is looked up, because all positions must be computed
+        num_blocks = (len(leader.prompt_token_ids) - 1) // self._block_size  # the last token's logits are needed
         hashes = [*leader.block_hashes[:num_blocks]]
         salt = salted(leader.tenant, leader.adapter)
         continue_chain(hashes, salt, array("i", leader.prompt_token_ids), num_blocks, self._block_size)
@@ -143,27 +143,29 @@ class Router:
     def find_moves(self, max_moves: int) -> Iterator[Move | None]:
         """Choose waiting sequences that should move to another replica, and note that they are there.
 
-        A sequence moves if its time to the first token is predicted to become much shorter, and only once: so none goes
-        back and forth.
+        A sequence moves if its predicted time to the first token becomes much shorter. It moves only once, so that none
+        goes back and forth.
 
-        Yields after each prompt that was looked at: its move, or None. Each takes time linear in the replicas, and in
-        the tenants that wait there. So the caller may let others run in between. It carries out a move at once.
+        Yields the move of each prompt that was checked, or None if it stays. A check takes time linear in the replicas,
+        and in the tenants that wait there, so the caller may let other tasks run between two checks. The caller must
+        carry out a move before it asks for the next one.
         """
         replicas = self._available()
         speeds, length = self._speeds(replicas), self._mean_length(replicas)
         loads = {replica.replica_id: replica.load() for replica in replicas}
-        num_moves, num_looks = 0, LOOKS_PER_MOVE * max_moves  # that are left
+        num_moves, num_looks = 0, LOOKS_PER_MOVE * max_moves  # how many are left
         for source in sorted(replicas, key=lambda each: loads[each.replica_id].num_prefill_tokens, reverse=True):
             if not loads[source.replica_id].num_waiting:
                 continue
-            ahead = loads[source.replica_id].copy()  # of the entry that is looked at: the newest one waits for all
+            # The work before the entry that is checked. Before the newest entry, this is all work.
+            ahead = loads[source.replica_id].copy()
             looked_at = source.waiting()[: ceil(num_looks / 2)]  # so that something is left for the next source
             num_looks -= len(looked_at)
             for sent in looked_at:
                 if num_moves == max_moves:
                     return
                 if not source.is_waiting(sent):
-                    continue  # it began, ended or moved while others ran
+                    continue  # it began, ended or moved while other tasks ran
                 target = self._better_replica(sent, source, ahead, loads, speeds, length)
                 if target is None:
                     yield None
@@ -180,7 +182,7 @@ class Router:
         speeds: dict[int, Speed],
         length: float,
     ) -> Replica | None:
-        """Move one entry to the replica where it is computed much sooner, and return that; None if there is none."""
+        """Move one entry to the replica that computes it much sooner; return that replica, or None."""
         num_sequences, tenant = len(sent.sequence_ids), sent.tenant
         missing_here = sent.num_tokens - source.num_found(sent.hashes) * self._block_size
         ahead.add(tenant, -num_sequences, -sent.num_tokens, -missing_here)
@@ -221,7 +223,7 @@ class Router:
 
     @staticmethod
     def _mean_length(replicas: Iterable[Replica]) -> float:
-        """Return the mean length of recent answers, in tokens. It is the same for all replicas: clients decide it."""
+        """Return the mean length of recent answers, in tokens: one for all replicas, because clients determine it."""
         known = [length for each in replicas if (length := each.manager.output_lengths.mean_length)]
         return sum(known) / len(known) if known else UNKNOWN_LENGTH
 
@@ -233,8 +235,9 @@ def _ids(commands: Sequence[AddSequence]) -> tuple[int, ...]:
 def _best(choices: Sequence[_Choice]) -> _Choice:
     """Return the choice with the lowest cost.
 
-    Among equal costs, it is a replica that has more of the prompt; among these the least loaded one, and then the one
-    that was not chosen for the longest time. Otherwise a server with little to do would use one replica only.
+    Among equal costs, the replica with more of the prompt in its cache is chosen, then the least loaded one, then the
+    one that was chosen the longest time ago. Without the last rule, a server with little load would use one replica
+    only.
     """
     limit_s = (1.0 + TIE_RATIO) * min(choice.cost_s for choice in choices)
     return min(
@@ -249,20 +252,20 @@ def predicted_ttft_s(
     """Predict the time, in seconds, until answers that are added now have their first tokens.
 
     The steps in flight come first. Then the prompts before them must be computed; and if there are too few slots or
-    blocks, running sequences must end first. Both go on at the same time, so the longer one counts.
+    blocks, running sequences must end first. Both happen at the same time, so the longer one counts.
     """
     manager, config = replica.manager, replica.manager.config
     prefill_s, base_s = speed.prefill_s, speed.step_s(load.num_running)
     in_flight_s = load.num_tokens_in_flight * prefill_s + load.num_steps_in_flight * base_s
     if in_flight_s:
-        in_flight_s *= 1.0 - 0.5 / load.num_steps_in_flight  # half of the first one is done, on average
+        in_flight_s *= 1.0 - 0.5 / load.num_steps_in_flight  # on average, half of the first step is done
     limit = max(1, min(manager.prefill_limiter.prefill_limit(), manager.step_token_limit - load.num_running))
     queue_s = load.num_prefill_tokens * (prefill_s + base_s / limit)
     own_s = num_missing * prefill_s + ceil(num_missing / limit) * base_s
-    # How many sequences must end first, and how often one does.
+    # How many sequences must end first, and how often a sequence ends.
     answer_s = length * (base_s + prefill_s * min(limit, load.num_prefill_tokens))
     num_ends = load.num_waiting + load.num_running + num_sequences - config.max_num_seqs
-    if num_ends > 0:  # by then all slots are taken, also if none is yet
+    if num_ends > 0:  # then all slots will be taken, even if some are free now
         queue_s = max(queue_s, num_ends * answer_s / config.max_num_seqs)
     num_blocks = (load.num_queued_tokens + num_missing) / config.block_size - load.num_free_blocks
     if num_blocks > 0 and load.num_running and load.num_leased_blocks:

@@ -2,11 +2,12 @@
 
 Under the policy `fair` each workload manager counts what it computes for each tenant, and admits sequences of the
 tenant with the lowest counter. If one tenant waits on one replica only, and another one is served on all, equal
-counters on that replica are not equal shares of the server. So from time to time each manager gets a command that adds
-what the others have computed since the last time (docs/design/fairness.md).
+counters on that replica are not equal shares of the server. So at regular times each manager gets a command that adds
+what the others have computed since the command before (docs/design/fairness.md).
 
-One exchange asks each manager, and then tells each one. With thousands of tenants each of these takes a millisecond, so
-other work may be done in between: `begin`, `collect` from each manager, and then a `command` for each.
+One exchange asks each manager, and then tells each one. With thousands of tenants each of these calls takes a
+millisecond, so the caller may do other work between them: `begin`, then `collect` from each manager, then a `command`
+for each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 
 
 class ServiceExchange:
-    """Remembers what each manager had computed for each tenant when it was asked last."""
+    """Records what each manager had computed for each tenant when it was last asked."""
 
     def __init__(self) -> None:
         self._reported: dict[WorkloadManager, dict[str, int]] = {}  # positions computed there, by tenant
@@ -65,7 +66,7 @@ def _difference(counts: Mapping[str, int], subtracted: Mapping[str, int]) -> dic
 
 
 def max_lead(managers: Iterable[WorkloadManager]) -> int:
-    """Return how far what others compute may put a tenant ahead on a replica, in tokens.
+    """Return the largest lead, in tokens, that a tenant may get on one replica from work on the others.
 
     It is as far as two tenants may drift apart on one replica with the slots of all.
     """

@@ -1,4 +1,4 @@
-"""Find the work before a new sequence if tenants take turns: tenants that were served more do not count."""
+"""Compute the work before a new sequence if tenants take turns. Tenants that were served more do not count."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from servekit.scheduler.workload_manager import WorkloadManager
 def load_before(load: Load, manager: WorkloadManager, tenant: str, length: float) -> Load:
     """Return the load without the waiting sequences that a new one of this tenant overtakes.
 
-    Its turn comes when its tenant's counter, with all that the tenant has queued before it, is the lowest. Until then
-    each other tenant starts as many sequences as bring its own counter there. `length` is the mean length of answers.
+    The sequence starts when its tenant's counter, with everything that this tenant has queued before it, is the lowest.
+    Until then each other tenant starts sequences until its own counter has reached this value. `length` is the mean
+    length of answers.
     """
     if load.queued is None:
         return load
@@ -22,7 +23,7 @@ def load_before(load: Load, manager: WorkloadManager, tenant: str, length: float
     floor = min(map(queue.num_served, load.queued), default=0)
     turn = max(floor, queue.num_served(tenant)) + (own.num_tokens + own.num_sequences * length if own else 0)
     num_others = num_overtaken = num_tokens = 0
-    for name, count in load.queued.items():  # perhaps thousands
+    for name, count in load.queued.items():  # there may be thousands
         if name == tenant:
             continue
         num_others += count.num_sequences
@@ -49,5 +50,5 @@ def load_before(load: Load, manager: WorkloadManager, tenant: str, length: float
 def _takes_slot(manager: WorkloadManager, tenant: str, turn: float) -> bool:
     """Return whether a tenant may preempt a sequence of another one that was not served less: see Fair.find_victim."""
     queue, held = manager.waiting_queue, manager.slots_by_tenant()
-    least = held[tenant] + 2  # it has one more then, and the other one has one less
+    least = held[tenant] + 2  # with the preemption this tenant has one more, and the other tenant one less
     return any(number >= least and queue.num_served(name) >= turn for name, number in held.items())
