@@ -1,9 +1,9 @@
 """Keep one worker joined to a server: connect, authenticate, run a worker process, and connect again when that ends.
 
 The agent holds no model. For each connection it starts a worker process, or one for each rank that the server asks for,
-as a server does for a worker of its own, and passes the messages between them and the server. So a worker that joins
-runs the same program as any other worker. A crash of the worker or of its device ends only children of the agent. A new
-connection never sees the state of an old one.
+and passes the messages between these processes and the server. A server does the same for its own workers, so a worker
+that joins runs the same program as any other worker. A crash of the worker or of its device ends only children of the
+agent. A new connection never sees the state of an old one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WorkerAgent:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._leaving = asyncio.Event()
-        self._has_ended = False  # without waiting for steps
+        self._has_ended = False  # whether it was told to end without waiting for steps
         self._joining: asyncio.Task[_Service] | None = None
         self._service: _Service | None = None
 
@@ -99,7 +99,7 @@ class WorkerAgent:
             self._has_ended = True
         self._leaving.set()
         if self._joining is not None:
-            self._joining.cancel()  # does nothing if it is done
+            self._joining.cancel()  # does nothing if joining is complete
         if self._service is not None:
             self._service.leave(at_once=self._has_ended)
 
@@ -206,7 +206,7 @@ class _Service:
     def _load(self, message: ToWorker) -> None:
         """Start the worker process, or the ranks, at the server's first message, with the settings of this machine.
 
-        Raises ValueError if it is another message.
+        Raises ValueError if the first message is another one.
         """
         if not isinstance(message, LoadModel):
             raise ValueError(f"{type(message).__name__} before LoadModel")
@@ -284,7 +284,7 @@ def _offer(settings: AgentSettings) -> Offer:
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:
-    """Return what went wrong before the server accepted this worker, as a sentence with the remedy."""
+    """Return what went wrong before the server accepted this worker, and what to do about it, as a sentence."""
     if isinstance(error, TimeoutError):
         return f"no answer within {CONNECT_TIMEOUT_S:g} s"
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -306,6 +306,6 @@ async def run_agent(settings: AgentSettings) -> int:
     try:
         return await agent.run()
     finally:
-        for number in LEAVE_SIGNALS:  # a further one must not end this process by a signal, after it has left in order
+        for number in LEAVE_SIGNALS:  # another signal must not kill this process after it has left properly
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)

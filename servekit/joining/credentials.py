@@ -59,7 +59,7 @@ def worker_tls(authorities: str | None) -> ssl.SSLContext | None:
     """Return TLS settings that trust the certificates in this file only; None without a file. Raises ConfigError."""
     if authorities is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it checks the certificate and the host's name
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # this context checks the certificate and the host name
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(authorities)

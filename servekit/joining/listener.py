@@ -1,10 +1,10 @@
 """Listen for workers that join: authenticate them, let them load the model, and hand them to the engine.
 
-Every process that can reach the socket can connect. So everything is bounded before the handshake has succeeded: how
-many connections are open, how many are accepted in a second, how long a handshake takes, and how long its frames are.
-When all places are taken, the oldest connection of the host with the most connections is closed. So a host that opens
-many connections loses its own ones. A worker's handshake takes milliseconds, so it is among the youngest and is not
-closed.
+Every process that can reach the socket can connect. So everything before a successful handshake is bounded: the number
+of open connections, the connections accepted in a second, the time of a handshake, and the size of its frames. When the
+limit of connections is reached, the oldest connection of the host with the most connections is closed. So a host that
+opens many connections loses its own. The handshake of a worker takes milliseconds, so its connection is among the
+newest and is not closed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ log = logging.getLogger("servekit")
 
 BACKLOG = 128
 MAX_HANDSHAKES = 64  # at the same time
-# One connection in so many seconds. With TLS each costs a millisecond of this process, before the key is checked.
+# One connection in so many seconds. With TLS each connection takes a millisecond of this process, before the key is
+# checked.
 ACCEPT_INTERVAL_S = 0.02
 HANDSHAKE_TIMEOUT_S = 10.0  # TLS included
 MAX_JOINED = 1024
@@ -61,17 +62,17 @@ JoinRefusal = Reason | Literal["timeout", "displaced", "load_failed"]
 
 
 class JoinHandler(Protocol):
-    """Decide which workers may join with which model, and take over those that have joined. The engine's side."""
+    """The engine's side: decide which workers may join with which model, and take over those that have joined."""
 
     @property
     def first(self) -> WorkerReady | None:
-        """What the first worker reported; the others must compute the same. None while there was none."""
+        """What the first worker reported; the others must compute the same. None before the first worker."""
 
     def load_model(self) -> LoadModel:
         """Return the first message to each worker. Its path may be another one on the worker's machine."""
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
-        """Return why no worker, or not this one, may join now; None if it may."""
+        """Return why no worker, or not this one, may join now. Return None if it may join."""
 
     def join_refused(self, reason: JoinRefusal) -> None:
         """Count a connection that does not become a worker."""
@@ -102,7 +103,7 @@ class WorkerListener:
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         # Every connection until it is refused or handed over. The first ones began first.
-        self._handshakes: dict[asyncio.Task[None], str] = {}  # with the host it came from
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # the values are the hosts of the connections
         self._loading: set[asyncio.Task[None]] = set()
         self._joined: set[WorkerConnection] = set()
         self._log = _RateLimitedLog()
@@ -145,7 +146,7 @@ class WorkerListener:
         while True:
             try:
                 connected, peer = await loop.sock_accept(listener)
-            except OSError as error:  # a connection that is gone already; or no file descriptor is left
+            except OSError as error:  # the connection is closed already, or no file descriptor is left
                 self._log.warning(f"a worker's connection could not be accepted: {error.strerror}")
             else:
                 name, host = _peer(peer, self._settings.address)
@@ -179,7 +180,10 @@ class WorkerListener:
         self._log.warning(why)
 
     def _worker_refused(self, reason: JoinRefusal, why: str) -> None:
-        """Count and log a worker that has the key. Clients without it cannot cause these lines: no limit."""
+        """Count and log a worker that has the key.
+
+        There is no limit on these lines, because clients without the key cannot cause them.
+        """
         self.num_refused += 1
         self._handler.join_refused(reason)
         log.warning("%s", why)
@@ -241,7 +245,10 @@ class WorkerListener:
         return SocketStream(reader, asyncio.StreamWriter(transport, protocol, reader, loop), name)
 
     async def _authenticate(self, stream: SocketStream, handshake: ServerHandshake) -> Offer:
-        """Exchange the messages of a handshake, and accept the offer. Raises HandshakeFailed, or like `read_frame`."""
+        """Exchange the messages of a handshake, and accept the offer.
+
+        Raises HandshakeFailed, or what `read_frame` raises.
+        """
         while (answer := handshake.receive(await stream.read_frame())) is not None:
             stream.write_frame(answer)
         assert handshake.offer is not None
@@ -276,9 +283,10 @@ class WorkerListener:
                 self._worker_refused("invalid", f"{name} answered {type(message).__name__} to its first message")
             elif (why := _mismatch(message, self._handler.first)) is not None:
                 self._worker_refused("other_model", f"{name} was refused: {why}")
-                # To its agent, which passes it on to no worker process. So it is not one of the workers' messages.
+                # This goes to the agent, which does not pass it on to a worker process. So it is not one of the
+                # workers' messages.
                 worker.send_payload(worker.encode(Refused("other_model", why[:MAX_REFUSAL_LENGTH])))
-                await worker.end(graceful=True)  # it closes the connection when it has read why
+                await worker.end(graceful=True)  # the agent closes the connection when it has read the reason
             else:
                 is_handed_over = True
                 self._joined.add(worker)
@@ -304,7 +312,10 @@ def _worker_name(offer: Offer) -> str:
 
 
 def _peer(peer: object, address: UnixAddress | TcpAddress) -> tuple[str, str]:
-    """Return (name, host) of a peer, from its address as sock_accept returns it. On a Unix socket all have one host."""
+    """Return (name, host) of a peer, from its address as sock_accept returns it.
+
+    On a Unix socket all peers have the same host.
+    """
     if isinstance(address, UnixAddress) or not isinstance(peer, tuple):
         return f"a connection to {address}", "this machine"
     return str(TcpAddress(peer[0], peer[1])), str(peer[0])

@@ -33,7 +33,10 @@ OnEnd = Callable[[str], None]
 
 
 class LocalWorker(Protocol):
-    """The processes that execute plans. `on_message` gets their messages, encoded; `on_end` gets why they end, once."""
+    """The processes that execute plans.
+
+    `on_message` gets their encoded messages. `on_end` is called once, with the reason why they ended.
+    """
 
     def send(self, payload: bytes) -> None:
         """Pass on an encoded message of the server. Raises DecodeError if it cannot be read."""
@@ -45,7 +48,7 @@ class LocalWorker(Protocol):
 def start_local_worker(
     load: LoadModel, placement: Placement, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd
 ) -> LocalWorker:
-    """Start as many processes as the model is divided among, with these command line arguments, and let them load it.
+    """Start one process for each part of the model, with these command line arguments, and let them load it.
 
     Raises OSError.
     """
@@ -55,7 +58,7 @@ def start_local_worker(
 
 
 class LocalProcess:
-    """One worker process. Its messages are passed on as they are, and only the agent's own needs are decoded."""
+    """One worker process. Its messages are passed on unchanged; the agent decodes only those that it needs itself."""
 
     def __init__(
         self, load: LoadModel, placement: Placement, arguments: Sequence[str], on_message: OnMessage, on_end: OnEnd
@@ -166,4 +169,4 @@ class LocalGroup:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_end(f"{task.get_name()} failed: {type(error).__name__}: {error}")  # a mistake of ours
+            self._on_end(f"{task.get_name()} failed: {type(error).__name__}: {error}")  # a bug in servekit

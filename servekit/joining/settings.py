@@ -14,7 +14,7 @@ from servekit.joining.listener import ListenerSettings
 log = logging.getLogger("servekit")
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-ANY_ADDRESS = "tcp://0.0.0.0:0"  # where workers join that the server places on a cluster, on a port that is free
+ANY_ADDRESS = "tcp://0.0.0.0:0"  # for workers that the server places on a cluster: any free port
 
 
 def listener_settings(config: ServeConfig) -> ListenerSettings | None:
@@ -51,5 +51,5 @@ def listener_settings(config: ServeConfig) -> ListenerSettings | None:
 
 
 def _new_key() -> bytes:
-    """Return a key for workers that the server places itself: it ends with the server."""
+    """Return a key for workers that the server places itself: it is used until the server ends."""
     return secrets.token_hex(32).encode()

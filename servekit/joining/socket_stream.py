@@ -15,12 +15,12 @@ from servekit.protocol.handshake import MAX_HANDSHAKE_BYTES
 log = logging.getLogger("servekit")
 
 READ_BYTES = 2**18
-# Of one connection. Few steps are in flight, and each is sent as soon as it is planned; so only a peer that reads
-# nothing gets here.
+# Of one connection. Few steps are in flight, and each is sent as soon as it is planned. So only a peer that does not
+# read reaches this limit.
 MAX_UNSENT_BYTES = 2**30
 CLOSE_TIMEOUT_S = 1.0  # to send the last frames, and to end TLS
-# A peer that acknowledges nothing for this long is lost, or the network is. Without a limit, the kernel sends again for
-# a quarter of an hour.
+# If a peer acknowledges nothing for this long, the peer or the network is lost. Without a limit, the kernel sends again
+# for a quarter of an hour.
 TCP_USER_TIMEOUT_S = 15.0
 
 
@@ -97,9 +97,9 @@ class SocketStream:
             while data := await self._reader.read(READ_BYTES):
                 if not self._is_stopped:
                     on_bytes(data)
-        except OSError as error:  # TLS errors are such, too
+        except OSError as error:  # includes TLS errors
             what = f"was disconnected ({error.strerror or error})"
-        except Exception as error:  # of `on_bytes`: a mistake of ours, after which nothing would read the connection
+        except Exception as error:  # a bug in `on_bytes`; without this, nothing would read the connection any more
             log.exception("the connection to %s failed", self.name)
             what = f"was disconnected by an internal error ({type(error).__name__}: {error})"
         finally:
@@ -113,8 +113,8 @@ class SocketStream:
 
 
 def _limit_silence(connected: socket.socket | None) -> None:
-    """Let the kernel end a TCP connection whose peer acknowledges nothing."""
+    """Set TCP options so that the kernel ends a connection whose peer acknowledges nothing."""
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):  # not all kernels and sandboxes have them; heartbeats detect the loss, too
+        with contextlib.suppress(OSError):  # some kernels and sandboxes lack them; heartbeats detect losses, too
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TCP_USER_TIMEOUT_S * 1e3))

@@ -31,7 +31,7 @@ class WorkerPlacer:
     def __init__(
         self, config: ServeConfig, address: UnixAddress | TcpAddress, key: bytes, on_failure: Callable[[str], None]
     ) -> None:
-        """Start it. `on_failure` is called when the operator must change something, with what that is."""
+        """Start it. `on_failure` is called when the operator must change something, and gets a text that says what."""
         self.num_workers = config.data_parallel_size or 1
         self._module = MODULES[config.placement]
         self._on_failure = on_failure
@@ -53,7 +53,7 @@ class WorkerPlacer:
         self._running = asyncio.create_task(self._run(), name="worker placer")
 
     def set_num_workers(self, num_workers: int) -> None:
-        """Ask for more workers, or let some leave."""
+        """Set the number of workers: start more, or let some leave."""
         self.num_workers = num_workers
         self._write(SetNumWorkers(num_workers))
 
@@ -94,7 +94,7 @@ class WorkerPlacer:
         while True:
             try:
                 line = await process.stdout.readline()
-            except ValueError:  # a line above 64 KiB, which asyncio drops: Ray may print
+            except ValueError:  # asyncio drops lines above 64 KiB; Ray may print such lines
                 continue
             if not line:
                 return
@@ -132,7 +132,7 @@ def check_placement(config: ServeConfig) -> None:
 
 
 def model_anywhere(config: ServeConfig) -> str:
-    """Return the model as a worker on any node can find it: an absolute path, or the name that the setting has."""
+    """Return the model so that a worker on any node can find it: as an absolute path, or by the name in the setting."""
     model = config.model
     if not is_simulated(model) and Path(model).exists():
         return str(Path(model).resolve())

@@ -24,9 +24,9 @@ log = logging.getLogger("servekit")
 class WorkerPool:
     """The workers that have joined, the oldest first. They have loaded the model, so they can begin at once.
 
-    All workers of a server compute the same: its first one sets the model and the data type. That is a worker of the
-    server's own, if it has any; until that is ready, none may join. All that join have as many KV blocks as the first
-    one of them, because a sequence may use all blocks of a worker, and continue on the next.
+    All workers of a server compute the same. The first worker sets the model and the data type. If the server starts
+    workers itself, the first one is one of these, and no worker may join until it is ready. All that join have as many
+    KV blocks as the first one of them, because a sequence may use all blocks of a worker, and continue on the next.
     """
 
     def __init__(self, config: ServeConfig, count_refused: Callable[[JoinRefusal], None] = lambda _: None) -> None:
@@ -36,7 +36,7 @@ class WorkerPool:
         """
         check_placement(config)
         self.is_draining = False  # no worker may join, unless one is needed
-        self.first: WorkerReady | None = None  # the caller sets it, if the server starts workers itself
+        self.first: WorkerReady | None = None  # set by the caller if the server starts workers itself
         self._config = config
         self._count_refused = count_refused
         self._load: LoadModel | None = None
@@ -51,7 +51,7 @@ class WorkerPool:
 
     @property
     def stage(self) -> str:
-        """What the engine waits for, as text for log lines and errors."""
+        """What the engine waits for, as a text for log lines and errors."""
         if self._config.placement != "local":
             return f"waiting for a worker that {self._config.placement} places"
         return f"waiting for a worker to join at {self._config.listen_workers}"
@@ -68,7 +68,7 @@ class WorkerPool:
             self._placer = WorkerPlacer(self._config, self._listener.address, settings.key, self._placement_failed)
 
     def _placement_failed(self, message: str) -> None:
-        """Fail the start of the server, or if it has started, write the reason into the log: it is tried again."""
+        """If the server is starting, fail its start. Otherwise log the reason; placement is tried again."""
         log.error("%s", message)
         if self.first is None:
             self._failure = ConfigError(message)
@@ -82,7 +82,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.connection.end(graceful=True) for worker in idle), *self._tasks)
 
     async def stop_placing(self) -> None:
-        """End the process that places workers, and what is left of these. Idempotent."""
+        """End the process that places workers, and the workers that are left. Idempotent."""
         if self._placer is not None:
             await self._placer.stop()
 
@@ -120,7 +120,7 @@ class WorkerPool:
     def worker_joined(self, worker: JoinedWorker) -> None:
         self.first = self.first or worker.ready
         self._num_blocks = self._num_blocks or worker.ready.num_blocks
-        if worker.ready.num_blocks != self._num_blocks:  # it began to load before the first one was ready
+        if worker.ready.num_blocks != self._num_blocks:  # this worker began to load before the first one was ready
             log.warning(
                 "worker %s has %d KV blocks, but the first one that joined has %d; it loads the model again",
                 worker.connection.name,
@@ -136,7 +136,7 @@ class WorkerPool:
         self._has_idle.set()
 
     def _shut_down(self, worker: JoinedWorker) -> None:
-        """End a worker that waits here: it is lost, leaves, or does not fit."""
+        """End a worker that waits here, because it is lost, leaves, or does not fit."""
         if worker in self._idle:
             self._idle.remove(worker)
         worker.connection.on_loss = worker.connection.on_leaving = lambda: None

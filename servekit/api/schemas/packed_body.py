@@ -122,8 +122,10 @@ class Tensors(Struct, tag=True):
 
 
 class Images(Struct, tag=True):
-    """An image, or a list of images: base64 as ASCII, which stays bytes. To make a text of 8 MB and to encode it again
-    holds the event loop for milliseconds."""
+    """An image, or a list of images: base64 as ASCII, which stays bytes.
+
+    To make a text of 8 MB and to encode it again holds the event loop for milliseconds.
+    """
 
     ascii: memoryview
     lengths: memoryview | None  # in bytes, as integers of 32 bits; None: it is one image
