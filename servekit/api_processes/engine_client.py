@@ -1,8 +1,8 @@
-"""Represent the engine in an API process. It has the methods of `LLMEngine` that the API calls.
+"""Stand in for the engine in an API process: `EngineClient` has the methods of `LLMEngine` that the API calls.
 
 Prompts are encoded, chats rendered, and grammars compiled in this process. Tokens become text here, too, except in
-requests with stop strings: a stop string ends a sequence, so the engine process must see the text. All limits that are
-one for the server are counted in the engine process.
+requests with stop strings: a stop string ends a sequence, so the engine process must see the text. Limits of the whole
+server are counted in the engine process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from servekit.time_causes import TimeCause
 
 ANSWER_TIMEOUT_S = 300.0  # of the engine process; it answers within milliseconds, but a profile takes minutes to write
 TOKENS_PER_SLICE = 2**15  # of prompts that are sent without a pause
-TOKENS_PER_ANSWER = 2**8  # these take as long as the parameters of one answer
+TOKENS_PER_ANSWER = 2**8  # added per answer: its parameters take as long as so many tokens
 
 Answer = TypeVar("Answer")
 
@@ -98,7 +98,7 @@ class EngineClient(OneModel):
         self.profiling = _Profiler(self)
         self.adapters: RemoteAdapters | None = RemoteAdapters(self) if config.has_adapters else None
         self._status = ms.EngineStatus("loading", "starting", True)
-        self._heard_s = self.now()  # when the last message came
+        self._heard_s = self.now()  # time of the last message
         self._question_ids = itertools.count()
         self._request_numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -172,7 +172,7 @@ class EngineClient(OneModel):
         return self._input_processor is not None and await self.ask(question, bool)
 
     async def live_view(self) -> LiveView:
-        """One frame of the live view. Viewers that ask at the same time get the same one."""
+        """One frame of the live view. Viewers that ask at the same time get the same frame."""
         if self._looking is None or self._looking.done():
             question = ms.LookAtScheduler(question_id=self.next_question_id())
             self._looking = asyncio.create_task(self.ask(question, LiveView), name="live view")
@@ -307,7 +307,7 @@ class EngineClient(OneModel):
         return state
 
     def _make_detokenizer(self, sampling: SamplingParams) -> Detokenizer:
-        """Return what makes the text of a sequence: nothing, if the engine process does that."""
+        """Return the detokenizer of a sequence; None if the engine process makes the text."""
         return NullDetokenizer() if sampling.stop else self.tokenizer.make_detokenizer(sampling)
 
     def _abort(self, state: RequestState) -> None:
@@ -337,7 +337,7 @@ class EngineClient(OneModel):
     def _on_reply(self, reply: ms.Reply) -> None:
         answer = self._answers.get(reply.question_id)
         if answer is None or answer.done():
-            return  # the one who asked does not wait any more
+            return  # the caller does not wait any more
         if reply.failure is None:
             answer.set_result(reply.answer)
         else:
@@ -363,7 +363,8 @@ class EngineClient(OneModel):
             output.ended_s = self._heard_s
             state.num_unfinished -= 1
         else:
-            output.last_token_s = self._heard_s  # for the trace of a client that leaves; the end brings its own
+            # For the trace if the client leaves. Otherwise the last message sets it.
+            output.last_token_s = self._heard_s
         state.queue.put(delta if sequence.sampling.stop else _with_text(delta, output))
 
     def _on_prompt_logprobs(self, part: ms.PromptLogprobsPart) -> None:

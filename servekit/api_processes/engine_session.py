@@ -1,7 +1,7 @@
 """Serve one API process in the engine process: its requests, its accounts, and its questions.
 
-An API process is trusted like the engine process: it is the same program. When it ends, its requests and accounts here
-are freed.
+An API process is trusted as much as the engine process, because it is the same program. When it ends, its requests and
+accounts here are freed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SharedEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self.accounts = LocalKeyAccounts(engine.now)
-        self.has_api = False  # whether all API processes serve the loaded model, or did once
+        self.has_api = False  # whether all API processes have served the loaded model at some time
         self.sessions: set[EngineSession] = set()  # of the API processes that are connected
         self._adapters_version = 0
         self._view: LiveView | None = None
@@ -61,18 +61,18 @@ class SharedEngine:
         engine = self.engine
         state = engine.state if self.has_api or engine.state != "ready" else "loading"
         limits: SchedulerConfig | None = None
-        with contextlib.suppress(ServekitError):  # the engine does not run
+        with contextlib.suppress(ServekitError):  # the engine is not running
             limits = engine.scheduler_config
         return ms.EngineStatus(state, engine.stage, engine.is_healthy, engine.worker, limits, engine.has_free_slots)
 
     async def probe_readiness(self) -> bool:
-        """Whether the engine generates tokens, and all API processes could serve them."""
+        """Whether the engine generates tokens, and all API processes have been able to serve them."""
         return self.has_api and await self.engine.probe_readiness()
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 
     def all_adapters(self) -> ms.AdapterChanges | None:
-        """Return what a new API process must know of adapters; None if the model takes none."""
+        """Return the adapters that a new API process must know; None if the model supports none."""
         adapters = self.engine.adapters
         return None if adapters is None else ms.AdapterChanges(self._adapters_version, dict(adapters.paths))
 
@@ -101,7 +101,8 @@ class SharedEngine:
     async def _until_adapters_are_known(self) -> None:
         """Wait until all API processes know the present adapters: a client's next request may go to any of them.
 
-        A process that does not answer in time is stuck, and knows them when it goes on: messages keep their order.
+        A process that does not answer in time is blocked. When it continues, it reads this message before any later
+        one, because messages keep their order.
         """
         version, end_s = self._adapters_version, self.engine.now() + KNOWN_TIMEOUT_S
         while any(each.adapters_version < version for each in self.sessions) and self.engine.now() < end_s:  # noqa: ASYNC110
@@ -127,15 +128,18 @@ class RemoteRequest:
         self.places = places
         self.prompts: list[PreparedPrompt] = []
         self.submitting: asyncio.Task[None] | None = None
-        self.state: RequestState | None = None  # from Submit on
+        self.state: RequestState | None = None  # set by Submit
 
 
 class EngineSession:
-    """One API process. Create it and call `open` on the event loop's thread; `on_end` is called when it is gone."""
+    """The engine's side of one API process.
+
+    Create it and call `open` on the event loop's thread. `on_end` is called when the process is gone.
+    """
 
     def __init__(self, shared: SharedEngine, on_message: Callable[[Struct], None], on_end: Callable[[], None]) -> None:
         """`on_message` gets the messages that are about the process itself: Alive, Serving and CannotServe."""
-        self.num_silent_ticks = 0  # of the caller's, since the last message
+        self.num_silent_ticks = 0  # ticks of the caller since the last message
         self.adapters_version = 0  # of the last AdapterChanges that the process knows
         self._shared = shared
         self._engine = shared.engine
@@ -298,7 +302,7 @@ class EngineSession:
     def _release_adapter(self, note: ms.ReleaseAdapter) -> None:
         use = self._adapter_uses.pop(note.use, None)
         if isinstance(use, asyncio.Task):
-            use.cancel()  # it releases the place, if it has just got one
+            use.cancel()  # releases the place if it was just given
         elif use is not None:
             use.release()
 
@@ -320,7 +324,7 @@ class EngineSession:
 
     def _submit(self, question: ms.Submit) -> None:
         remote = self._requests.get(question.request)
-        if remote is None:  # this does not happen; but every question gets an answer
+        if remote is None:  # cannot happen, but every question gets an answer
             gone = ms.Failure.of(WorkerNotReady("the request has no places in the queue; send it again"))
             self.send(ms.Reply(question.question_id, failure=gone))
             return
@@ -344,7 +348,7 @@ class EngineSession:
         if remote is None:
             return
         if remote.submitting is not None:
-            remote.submitting.cancel()  # it releases what it holds; if it has ended, this does nothing
+            remote.submitting.cancel()  # releases what it holds; does nothing if it has ended
         remote.places.release()
         if remote.state is not None:
             remote.state.abort()

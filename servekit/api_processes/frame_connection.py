@@ -20,7 +20,7 @@ from servekit.protocol.frames import FrameCodec
 log = logging.getLogger("servekit")
 
 SOCKET_BYTES = 2**20  # the kernel's buffer in each direction; a frame of 256 tokens has some kilobytes
-FULL_BYTES = 2**20  # that the kernel has not taken, from which on output waits
+FULL_BYTES = 2**20  # output waits while the kernel has not taken this many bytes
 MAX_UNSENT_BYTES = 2**28
 
 Incoming = TypeVar("Incoming")
@@ -32,7 +32,7 @@ class FrameConnection(asyncio.Protocol, Generic[Incoming]):
     def __init__(self, incoming: object, on_message: Callable[[Incoming], None], on_end: Callable[[], None]) -> None:
         """`incoming` is the type of the messages that arrive. `on_end` is called once, when the peer is gone."""
         self.is_full = False
-        self.on_room: Callable[[], None] = lambda: None  # called when it is no longer full
+        self.on_room: Callable[[], None] = lambda: None  # called when the connection is not full any more
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self._frames = FrameCodec()
@@ -82,7 +82,7 @@ class FrameConnection(asyncio.Protocol, Generic[Incoming]):
         try:
             for payload in self._frames.decode(data):
                 self._on_message(self._decode(payload))
-        except (ValueError, msgspec.DecodeError):  # this does not happen: both ends have the same version
+        except (ValueError, msgspec.DecodeError):  # cannot happen: both ends run the same version
             log.exception("an invalid message between an API process and its engine process")
             assert self._transport is not None
             self._transport.abort()

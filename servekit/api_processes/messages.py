@@ -1,7 +1,7 @@
 """Define the messages between an API process and the engine process.
 
-A *question* has an id and gets one `Reply`. A *note* gets none. An API process numbers its requests and its accounts;
-the engine process keeps what each of them holds, and frees all of it when the connection ends.
+A *question* has an id and gets one `Reply`. A *note* gets no reply. An API process numbers its requests and its
+accounts; the engine process keeps what each of them holds, and frees all of it when the connection ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Failure(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Describe an error. One that is not in the tree is a defect of servekit."""
+        """Describe an error. An error that is not in the tree is a bug in servekit."""
         if not isinstance(error, ServekitError):
             return cls(InternalError.__name__, f"internal error ({type(error).__name__})")
         return cls(type(error).__name__, error.message, error.param, error.answer_code, error.retry_after_s)
@@ -87,7 +87,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     state: str
     stage: str
     is_healthy: bool
-    worker: WorkerReady | None = None  # another one, when its replica was given up and a worker has joined
+    worker: WorkerReady | None = None  # may change: when its replica was given up and another worker has joined
     limits: SchedulerConfig | None = None  # they change with the workers; None while the engine does not run
     has_free_slots: bool = True
 
@@ -104,7 +104,7 @@ class AdapterChanges(Struct, frozen=True, tag=True):
 
 
 class ReplaceKeys(Struct, frozen=True, tag=True):
-    """Use these keys in place of the keys file's old ones."""
+    """Use these keys, and not the old ones of the keys file."""
 
     keys: list[Key]
 
@@ -114,13 +114,13 @@ class Drain(Struct, frozen=True, tag=True):
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """Fail the requests that are left, and exit."""
+    """Fail the remaining requests, and exit."""
 
     at_once: bool = False  # do not wait until the errors are written
 
 
 class Reply(Struct, frozen=True, tag=True):
-    """The answer to a question, or why there is none."""
+    """The answer to a question, or the reason why there is none."""
 
     question_id: int
     answer: msgspec.Raw = msgspec.Raw(b"\xc0")  # msgpack of what the question's class says; by default None
@@ -144,7 +144,9 @@ class SequenceTimes(Struct, frozen=True, array_like=True, gc=False):
 class Output(Struct, frozen=True, tag=True):
     """What one turn of the engine's event loop put into the queues of all requests of this API process."""
 
-    deltas: list[tuple[int, TokenDelta]]  # by request; without text, unless the request has stop strings
+    deltas: list[
+        tuple[int, TokenDelta]
+    ]  # with the numbers of their requests; without text, unless the request has stop strings
     times: list[SequenceTimes] = []  # they apply before the deltas
 
 
@@ -189,23 +191,23 @@ class Alive(Struct, frozen=True, tag=True):
 
 
 class Serving(Struct, frozen=True, tag=True):
-    """It listens, and is ready to prepare requests: the answer to Loaded."""
+    """Answer Loaded: the process listens, and is ready to prepare requests."""
 
 
 class CannotServe(Struct, frozen=True, tag=True):
-    """It cannot start, by its settings or for another reason that stays."""
+    """Report that the process cannot start, because of its settings or another lasting reason."""
 
     failure: Failure
 
 
 class AdaptersKnown(Struct, frozen=True, tag=True):
-    """It finds the adapters of the AdapterChanges with this version."""
+    """Report that the process knows the adapters of the AdapterChanges with this version."""
 
     version: int
 
 
 class ReleaseAdapter(Struct, frozen=True, tag=True):
-    """A request does not use its adapter any more, or does not wait for it."""
+    """Report that a request does not use its adapter any more, or does not wait for it any more."""
 
     use: int
 
@@ -246,7 +248,7 @@ class ChargeTokens(Struct, frozen=True, tag=True):
 
 
 class UncountRequest(Struct, frozen=True, tag=True):
-    """A request that counted against its key's limits has ended."""
+    """Report that a request that counted against its key's limits has ended."""
 
     account: int
 
@@ -368,14 +370,14 @@ class UseAdapter(Question[LoraAdapter], frozen=True, tag=True, kw_only=True):
 
 
 class LoadAdapter(Question[None], frozen=True, tag=True, kw_only=True):
-    """Load an adapter. All API processes find it when this is answered. Fails with InvalidRequest or WorkerError."""
+    """Load an adapter. When this is answered, all API processes find it. Fails with InvalidRequest or WorkerError."""
 
     name: str
     path: str
 
 
 class UnloadAdapter(Question[None], frozen=True, tag=True, kw_only=True):
-    """Forget an adapter. No API process finds it any more when this is answered. Fails with ModelNotFound."""
+    """Unload an adapter. When this is answered, no API process finds it any more. Fails with ModelNotFound."""
 
     name: str
 

@@ -3,8 +3,8 @@
 All tokens that one turn of the event loop delivers, over all requests, travel in one message. A main loop delivers the
 tokens of a step and then sends the next plan before it waits, so the worker does not wait for this.
 
-Bound: like a `ClientQueue`, it holds at most the output that admitted requests may have. While the API process does not
-read, nothing is encoded.
+Its size is bounded like that of a `ClientQueue`: it holds at most the output that admitted requests may have. While the
+API process does not read, nothing is encoded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from servekit.api_processes.messages import (
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.request_state import RequestState
 
-MAX_DELTAS = 2**11  # in a message; to encode so many takes about a millisecond
-MAX_PROMPT_LOGPROBS = 2**12  # in a message, one of which is sent in a turn of the event loop
+MAX_DELTAS = 2**11  # in a message; encoding so many takes about a millisecond
+MAX_PROMPT_LOGPROBS = 2**12  # in a message; one such message is sent in a turn of the event loop
 
 
 class Outbox:
@@ -50,7 +50,7 @@ class Outbox:
             self._send_later()
 
     def put_times(self, times: SequenceTimes) -> None:
-        """Add what is known of a sequence. A delta of it follows."""
+        """Add what is known of a sequence, before its next delta."""
         self._times.append(times)
 
     def put_message(self, message: Struct) -> None:
@@ -99,7 +99,7 @@ class RemoteClientQueue(ClientQueue):
         super().__init__()
         self._number = number
         self._outbox = outbox
-        self._begun: set[int] = set()  # sequences that have had a delta
+        self._begun: set[int] = set()  # sequences with at least one delta
 
     def put(self, delta: TokenDelta) -> None:
         index = delta.index

@@ -16,7 +16,7 @@ from servekit.protocol.lora import LoraAdapter
 
 
 class EngineProcess(Protocol):
-    """What is sent to the engine process, and what it answers: an EngineClient."""
+    """The part of EngineClient that is used here: messages to the engine process, and its answers."""
 
     @property
     def send(self) -> Callable[[Struct], None]: ...
@@ -27,7 +27,7 @@ class EngineProcess(Protocol):
 
 
 class RemoteAdapters:
-    """The adapters that the engine process has told of."""
+    """The adapters that the engine process has reported."""
 
     def __init__(self, engine_process: EngineProcess) -> None:
         self._engine_process = engine_process
@@ -52,7 +52,7 @@ class RemoteAdapters:
         await self._engine_process.ask(ms.LoadAdapter(question_id=question_id, name=name, path=path), None)
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
+        """Unload an adapter. Requests that use it continue. Raises ModelNotFound."""
         question_id = self._engine_process.next_question_id()
         await self._engine_process.ask(ms.UnloadAdapter(question_id=question_id, name=name), None)
 

@@ -50,7 +50,7 @@ from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
 
-UNKNOWN_PROMPT_TOKENS = 2**20  # an upper bound while some model was never loaded
+UNKNOWN_PROMPT_TOKENS = 2**20  # upper bound for models that were never loaded
 
 
 class ModelUse:
@@ -87,10 +87,10 @@ class ManagedModel:
         self.starting: ManagedEngine | None = None  # while it is being loaded
         self.worker: WorkerReport | None = None
         self.max_prompt_tokens: int | None = None
-        self.is_removed = False  # it is not in the file any more
-        self.failure: ServekitError | None = None  # why it could not be loaded, or ended
+        self.is_removed = False  # whether it is no longer in the file
+        self.failure: ServekitError | None = None  # why it could not be loaded, or why it ended
         self.waiting: list[asyncio.Future[ModelUse]] = []
-        self.measured_bytes: int | None = None  # of one worker, when it was loaded last
+        self.measured_bytes: int | None = None  # memory of one worker when the model was last loaded
         self._manager = manager
 
     @property
@@ -120,13 +120,13 @@ class ManagedModel:
 
     @property
     def state(self) -> str:
-        """What it does: the state of its engine, or why it has none."""
+        """The state of its engine, or the reason why it has none."""
         state = self.load_state
         return self.engine.state if self.engine is not None and state is State.READY else state
 
     @property
     def stage(self) -> str:
-        """What it does, as text for people."""
+        """What it is doing, as a text for people."""
         state = self.load_state
         if self.starting is not None:
             return self.starting.stage
@@ -162,8 +162,8 @@ class ManagedModel:
         return await self._manager.wait_for_use(self)
 
     def end_use(self, engine: ManagedEngine) -> None:
-        """A request does not use the model any more."""
-        if engine is self.engine:  # not one that has failed meanwhile
+        """Note that a request does not use the model any more."""
+        if engine is self.engine:  # not if this engine has failed in the meantime
             self._manager.residency.end_use(self.name, self.now())
             if not self._manager.residency.is_settled:
                 self._manager.look()
@@ -370,7 +370,7 @@ class ModelManager:
 
     def note_mirrored(self, model_id: str, result: str) -> None:
         model = self._models.get(model_id)
-        if model is not None:  # it may be gone meanwhile
+        if model is not None:  # it may have been removed in the meantime
             model.loads.mirrored(result)
 
     def _by_id(self, model_id: str) -> ManagedModel:
@@ -382,8 +382,8 @@ class ModelManager:
     def replace_file(self, file: ModelFile) -> None:
         """Serve the models of a new file from now on.
 
-        Models that stay keep their engines, and their changed settings apply when they are loaded next. Those that are
-        gone are unloaded when their requests have ended.
+        Models that are in both files keep their engines, and their changed settings apply when they are loaded next.
+        Models that are no longer in the file are unloaded when their requests have ended.
         """
         self.residency.set_capacity(file.memory)
         specs = {spec.id: spec for spec in file.models}
@@ -411,7 +411,7 @@ class ModelManager:
         self.look()
 
     def _remove(self, model: ManagedModel) -> None:
-        """Unload a model that is not in the file any more, and forget it then."""
+        """Unload a model that is no longer in the file, and then remove it."""
         model.is_removed = True
         self._fail_waiting(model, model_not_found(model.name, []))
         self.residency.unwant(model.name)
@@ -443,7 +443,7 @@ class ModelManager:
         self._has_started = True
 
     async def wait_until_failed(self) -> None:
-        """Return when the server cannot continue; the failure of one model is no reason."""
+        """Return when the server cannot continue. If one model fails, the server continues."""
         await self._ended.wait()
 
     def drain(self, admits_requests: bool = False) -> None:
@@ -490,7 +490,7 @@ class ModelManager:
                 use = await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().release()  # the client has left at the same moment
+                future.result().release()  # the client left at the same moment
             if not isinstance(error, TimeoutError):
                 raise
             model.loads.refused()
@@ -507,7 +507,7 @@ class ModelManager:
         return use
 
     def _check_backoff(self, model: ManagedModel, now_s: float) -> None:
-        """Raise the failure of a model that was tried a moment ago."""
+        """Raise the failure of a model that failed a moment ago and is not tried again yet."""
         if model.failure is not None and self.residency.retry_s(model.name) > now_s:
             raise _unavailable(model, self.residency.retry_after_s(model.name, now_s))
 
@@ -598,7 +598,7 @@ class ModelManager:
         self.residency.loaded(model.name, now_s)
         model.loads.loaded(now_s - started_s)
         log.info("the model %s is loaded: %.2f s", model.name, now_s - started_s)
-        if model.spec is spec:  # else the file was read again: the model may run on other devices than it says now
+        if model.spec is spec:  # otherwise the file was read again, and may name other devices than those in use
             self._note_memory(model)
         self._start_task(self._watch(model, engine), f"watch {model.name}")
         if model.is_removed:
@@ -608,9 +608,9 @@ class ModelManager:
         self.look()
 
     def _note_memory(self, model: ManagedModel) -> None:
-        """Use what the first worker of a loaded model has measured, where the file does not say what it takes."""
+        """Use the memory that the first worker of a loaded model has measured, if the file does not state it."""
         workers, measured = model.spec.workers, 0 if model.worker is None else model.worker.memory_bytes
-        if workers is None or not measured:  # another server's, vLLM's or a simulated one
+        if workers is None or not measured:  # the model runs on another server or in vLLM, or is simulated
             return
         if model.spec.entry.memory_bytes is None:
             model.measured_bytes = measured
@@ -697,7 +697,7 @@ def _names(file: ModelFile) -> Names:
 
 
 def _wait_headers(position: int, waited_s: float) -> Sequence[tuple[bytes, bytes]]:
-    """Tell a client that its model had to be loaded: its place in line when the request came, and the time it took."""
+    """Return headers that tell a client that its model had to be loaded: its place in the queue, and the time."""
     return ((b"x-model-position", b"%d" % position), (b"x-model-wait-ms", b"%d" % round(waited_s * 1e3)))
 
 

@@ -1,7 +1,8 @@
 """Parse the file that lists the models of a server. This is pure: the caller reads the file.
 
-The settings of a model have the names of the server's flags. What a model's entry leaves out is as the server's own
-setting. `kind` is one of them: `auto` until the caller has looked at the model's own files (read_file.py).
+The settings of a model have the names of the server's flags. A setting that a model's entry leaves out has the value of
+the server's own setting. `kind` is one of them: `auto` until the caller has looked at the model's own files
+(read_file.py).
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ Bytes = Annotated[int, Meta(ge=0, le=2**60)]
 
 Converted = TypeVar("Converted", bound=Struct)
 
-# By what the model's server speaks: what `remote` is, with an example of an address.
+# By the API of the model's server: what `remote` is, with an example of an address.
 REMOTE_KINDS: dict[str, tuple[type[ServerSettings], str]] = {
     "openai": (OpenAISettings, "http://gpu-7:8000/v1"),
     "triton": (TritonSettings, "http://triton:8000"),
 }
-KINDS = ("auto", "generate", "embed", "rerank", "classify")  # of models that this server runs itself
-# The settings that a remote model can have. All others are about how a model is computed.
+KINDS = ("auto", "generate", "embed", "rerank", "classify")  # kinds of models that this server runs itself
+# The settings that a remote model can have. All other settings are about how a model is computed.
 REMOTE_MODEL_SETTINGS = ("model", "max_model_len", "max_num_queued_reqs", "max_client_batch_size", "stream_interval")
 OF_GENERATION = ("max_model_len", "stream_interval")
-# The settings that a model of kind `vllm` can have, and the flag of `vllm serve` that each one becomes. Those without a
-# flag are this server's own.
+# The settings that a model of kind `vllm` can have, and the flag of `vllm serve` that each one becomes. Settings
+# without a flag are used by this server itself.
 VLLM_FLAGS = {
     "model": None,
     "device": None,
@@ -89,7 +90,7 @@ class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aliases: list[Name] = []
     keep: Keep = "always"
     memory_bytes: Bytes | None = None  # of one worker, on its device
-    tenants: list[Tenant] | None = None  # that may use it; None: all
+    tenants: list[Tenant] | None = None  # tenants that may use it; None: all tenants
 
     @property
     def is_kept(self) -> bool:
@@ -107,7 +108,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """The name that answers give it."""
+        """The name of the model in answers."""
         return self.entry.id
 
     @property
@@ -144,9 +145,9 @@ class ModelFile(Struct, frozen=True, kw_only=True):
 
     models: Sequence[ModelSpec]
     splits: Mapping[str, Split] = {}
-    default: str  # of a request that names no model
-    memory: Mapping[str, int] = {}  # for models, by device; no limit for a device that is not in it
-    max_load_wait_s: float = 300.0  # that a request may wait until its model is loaded
+    default: str  # the model of a request that names none
+    memory: Mapping[str, int] = {}  # memory for models, by device; a device that is missing has no limit
+    max_load_wait_s: float = 300.0  # how long a request may wait until its model is loaded
 
     @property
     def device_uses(self) -> list[DeviceUse]:
@@ -160,17 +161,18 @@ class ModelFile(Struct, frozen=True, kw_only=True):
 
 
 def no_estimate(_: ServeConfig) -> int | None:
-    """Know of no model what it takes."""
+    """Return None: no model's memory is known."""
     return None
 
 
 def parse_model_file(
     toml: bytes, path: str, base: ServeConfig, device: str, estimate: Callable[[ServeConfig], int | None] = no_estimate
 ) -> ModelFile:
-    """Parse the file that was read from `path`. `base` has the server's settings, `device` is what auto stands for.
+    """Parse the file that was read from `path`.
 
-    `estimate` returns the bytes that a worker of a model takes, as far as that is known: it is called only
-    where the file must give this number and does not. Raises ConfigError that names the file, the entry and the field.
+    `base` has the server's settings, and `device` is the meaning of auto. `estimate` returns the bytes that a worker of
+    a model takes, or None if that is not known. It is called only if this number is needed and the file does not give
+    it. Raises ConfigError that names the file, the entry and the field.
     """
     try:
         table = msgspec.toml.decode(toml, type=dict[str, Any])
@@ -233,7 +235,7 @@ def make_model_file(
 
 
 def check_split(where: str, split: Split, ids: set[str]) -> None:
-    """Raise ConfigError if an alias names models that there are not, or gives none of them a weight."""
+    """Raise ConfigError if an alias names models that do not exist, or gives none of them a weight."""
     for name in split.ids:
         if name not in ids:
             raise ConfigError(f"{where}: {name!r} is not the id of a model; there are {_list(ids)}")
@@ -278,7 +280,7 @@ def make_spec(entry: ModelEntry, config: ServeConfig, device: str, memory_bytes:
 
 
 def _place(specs: Sequence[ModelSpec], where: str, capacity: Mapping[str, int]) -> list[ModelSpec]:
-    """Choose the devices of the models that name none, where [memory] has some to choose from. Raises ConfigError."""
+    """Choose the devices of models that name none, if [memory] has devices to choose from. Raises ConfigError."""
     gpus = [device for device in capacity if device != "cpu"]
     # A model without a device runs on a GPU, or if there is none in [memory], on the CPU.
     auto = {"auto": gpus or list(capacity), "cuda": gpus}
@@ -289,7 +291,8 @@ def _place(specs: Sequence[ModelSpec], where: str, capacity: Mapping[str, int]) 
             continue
         found = auto.get(spec.config.device, []) if spec.config.devices is None else []
         is_known = spec.entry.memory_bytes is not None or spec.workers.memory_bytes > 0
-        # One GPU is no choice. And a device that [memory] does not limit is no reason to move a model to the CPU.
+        # With one GPU there is nothing to choose. A GPU without a limit in [memory] is no reason to move a model to the
+        # CPU.
         has_choice = len(gpus) > 1 or spec.workers.devices[0] in capacity
         if found and has_choice and is_known and set(found) != set(spec.workers.devices):
             candidates[spec.id] = found
@@ -313,7 +316,7 @@ def _on(config: ServeConfig, devices: Sequence[str]) -> ServeConfig:
 
 
 def _take_remote(entry: dict[str, Any], where: str) -> ServerSettings | None:
-    """Take what an entry says of the model's server out of it; return None if this server runs the model.
+    """Remove the settings of the model's server from an entry, and return them; None if this server runs the model.
 
     Raises ConfigError.
     """
@@ -345,7 +348,7 @@ def _take_remote(entry: dict[str, Any], where: str) -> ServerSettings | None:
 
 
 def _take_vllm(entry: dict[str, Any], where: str) -> VllmSettings | None:
-    """Take what an entry says of vLLM out of it, with its settings as flags; return None if it is of another kind.
+    """Remove the settings of vLLM from an entry, and return them as flags; None if the model is of another kind.
 
     Raises ConfigError.
     """

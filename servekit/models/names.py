@@ -20,11 +20,14 @@ StickyBy = Literal["key", "conversation"]
 
 
 class Split(Struct, frozen=True):
-    """An alias that divides requests among models by weight. What `sticky` names keeps its model."""
+    """An alias that divides requests among models by weight.
+
+    All requests with the same value of what `sticky` names get the same model.
+    """
 
     models: Mapping[str, Weight]
     sticky: StickyBy = "key"
-    mirror: str | None = None  # the model that gets copies of requests; its answers are thrown away
+    mirror: str | None = None  # the model that gets copies of requests; its answers are discarded
     mirror_percent: float = 100.0  # of the requests that are copied
 
     def is_mirrored(self, request_id: str) -> bool:
@@ -37,7 +40,7 @@ class Split(Struct, frozen=True):
         return (*self.models, *(() if self.mirror is None else (self.mirror,)))
 
     def choose(self, key: bytes) -> str:
-        """Return the model of a key: each model gets its share of all keys."""
+        """Return the model of a key. Each model gets its share of all keys."""
         best, best_score = "", inf
         for name, weight in self.models.items():
             if weight > 0.0:
@@ -55,7 +58,7 @@ def _uniform(key: bytes, name: str) -> float:
 
 
 class Names:
-    """All names of models: their ids, their aliases, and those that are divided."""
+    """All names of models: ids, aliases, and aliases that divide requests."""
 
     def __init__(self, ids: Collection[str], aliases: Mapping[str, str], splits: Mapping[str, Split]) -> None:
         """`aliases` maps names to ids."""
@@ -63,7 +66,7 @@ class Names:
         self._splits = dict(splits)
 
     def split(self, name: str) -> Split | None:
-        """Return how an alias divides requests, if it does."""
+        """Return how an alias divides requests; None if it does not."""
         return self._splits.get(name)
 
     def find(self, name: str) -> str | None:

@@ -1,9 +1,9 @@
 """Choose the device of each model of a server, and describe what each device holds. This is pure.
 
-Models that are loaded on demand share devices (cost): each one goes where the others demand least of the memory that
-is shared. Models that stay loaded (latency) are spread, so that each has as much of a device as possible; a dedicated
-model has its devices to itself. If there is no room for a model then, those that stay loaded are packed as tightly as
-possible instead. Large models are placed before small ones. The choice depends on the file only.
+Models that are loaded on demand share devices (cost): each one gets the device on which the other models need least of
+the shared memory. Models that stay loaded (latency) are spread, so that each has as much of a device as possible; a
+dedicated model has its devices to itself. If there is no room for a model then, those that stay loaded are packed as
+tightly as possible instead. Large models are placed before small ones. The choice depends only on the file.
 """
 
 from __future__ import annotations
