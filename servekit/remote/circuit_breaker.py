@@ -1,12 +1,12 @@
-"""Stop sending requests to a server that fails, and send single ones until it answers again.
+"""A circuit breaker: stop sending requests to a server that fails, and probe it until it answers again.
 
     closed ── failures_to_open failures in a row ──▶ open
     open ── the cooldown is over, and a request comes ──▶ half_open: that request is the probe
     half_open ── the probe is answered ──▶ closed
     half_open ── the probe fails ──▶ open, for twice as long
 
-`TABLE` has all transitions. This is pure: times are arguments. Each transition begins a new epoch, and the outcome of a
-request of an earlier epoch changes nothing: it says how the server was, not how it is.
+`TABLE` has all transitions. This is pure: times are arguments. Each transition begins a new epoch. The outcome of a
+request of an earlier epoch is ignored, because it describes a past state of the server.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_COOLDOWN_S = 60.0
 class State(StrEnum):
     """Whether requests are sent."""
 
-    CLOSED = "closed"  # all are
-    OPEN = "open"  # none is
-    HALF_OPEN = "half_open"  # one at a time is: the probe
+    CLOSED = "closed"  # all requests are sent
+    OPEN = "open"  # no request is sent
+    HALF_OPEN = "half_open"  # one request at a time is sent: the probe
 
 
 class Outcome(StrEnum):
-    """How a request ended, as far as the server's health is concerned."""
+    """What the end of a request says about the server's health."""
 
     ANSWERED = "answered"  # the server works; it may have refused the request
     FAILED = "failed"
@@ -61,16 +61,16 @@ class Permit(Struct, frozen=True):
 
 
 class CircuitBreaker:
-    """Permits requests to one server, or refuses them. All methods need times that never go back."""
+    """Permits requests to one server, or refuses them. Times that are passed to its methods must never decrease."""
 
     def __init__(self, failures_to_open: int, cooldown_s: float) -> None:
         self.state = State.CLOSED
         self._failures_to_open = failures_to_open
         self._first_cooldown_s = min(cooldown_s, MAX_COOLDOWN_S)
-        self._cooldown_s = self._first_cooldown_s  # of the next time that it opens
+        self._cooldown_s = self._first_cooldown_s  # how long it stays open the next time
         self._num_failures = 0  # in a row, while it is closed
         self._opened_until_s = 0.0
-        self._is_probed = False  # in half_open: whether the probe is on its way
+        self._is_probed = False  # in half_open: whether a probe is in flight
         self._epoch = 0
 
     def begin(self, now_s: float) -> Permit | None:

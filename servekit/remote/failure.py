@@ -36,17 +36,17 @@ class Failure(Exception):
         self.error = error
         self.result = result
         self.outcome = outcome
-        self.may_repeat = may_repeat  # as long as nothing of the answer has come
+        self.may_repeat = may_repeat  # as long as no part of the answer has come
         self.wait_s = wait_s  # before the next try, at least
         self.status = status  # of the server's answer, if there was one
         self.told = told  # the server's own message, for the log
 
 
 def of_status(model: str, status: int, message: str, code: str | None, retry_after: str | None) -> Failure:
-    """Return the failure that an answer with another status than 200 stands for.
+    """Return the failure for an answer with a status other than 200.
 
-    `message` and `code` are the server's own. They are repeated where the client is at fault, and left out where the
-    operator is: the message about an API key may contain a part of it.
+    `message` and `code` are the server's own. They are repeated if the client can correct the request. They are left
+    out if the operator must act, because a message about an API key may contain a part of the key.
     """
     told = f": {message}" if message else ""
     if status in OF_THE_REQUEST:

@@ -1,7 +1,7 @@
 """Write and read bodies of KServe's protocol V2 (the Open Inference Protocol), as Triton speaks it. This is pure.
 
-Tensors are JSON, which is the form that every server of the protocol takes. Their numbers are passed on as the client
-or the server wrote them: neither list is decoded here.
+Tensors are JSON, which every server of the protocol accepts. Their numbers are passed on as the client or the server
+wrote them, without decoding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Answer(Struct):
 
 
 def read_model_info(body: bytes | bytearray) -> ModelInfo:
-    """Return what the server tells of a model. Raises RemoteFailed."""
+    """Return the server's description of a model. Raises RemoteFailed."""
     info: ModelInfo = _read(body, ModelInfo)
     return info
 

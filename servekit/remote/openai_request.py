@@ -1,8 +1,8 @@
-"""Write a request as OpenAI's API has it, for the server of a remote model. This is pure.
+"""Write a request in the format of OpenAI's API, for the server of a remote model. This is pure.
 
-What the server cannot do is refused with a message, and never left out silently: parameters that would change the
-answer, and all that is about token ids, which belong to a tokenizer that is not here. Priorities and drafts are about
-this server's own models, and have no effect.
+What the server cannot do is refused with a message, and never ignored: parameters that would change the answer, and
+everything about token ids, because the tokenizer is not known here. Priorities and settings of drafts apply only to
+this server's own models, so they have no effect.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _STRUCTURED = {GrammarKind.REGEX: "regex", GrammarKind.CHOICE: "choice", Grammar
 
 
 class RemoteRequest(Struct, frozen=True):
-    """One request to the server: its answers are those to one prompt, or to one conversation."""
+    """One request to the server, for all answers to one prompt or to one conversation."""
 
     path: str
-    fields: Json  # of the body, but for the messages
-    messages: list[Json] | None = None  # one may be long: the caller encodes one after the other
+    fields: Json  # of the body, without the messages
+    messages: list[Json] | None = None  # may be long: the caller encodes them one after the other
 
 
 def check_supported(request: GenerationRequest, model: str, dialect: Dialect) -> None:
@@ -119,7 +119,7 @@ def write_requests(request: GenerationRequest, name: str, dialect: Dialect) -> l
     if chat is not None:
         fields |= _chat_fields(chat, dialect)
         if request.max_tokens is not None:
-            # OpenAI's newer models refuse max_tokens; TGI and older servers know nothing else.
+            # OpenAI's newer models refuse max_tokens; TGI and older servers know only max_tokens.
             fields["max_completion_tokens" if dialect == "openai" else "max_tokens"] = request.max_tokens
         return [RemoteRequest("/chat/completions", fields, as_openai_writes(chat.messages, dialect))]
     fields["max_tokens"] = request.max_tokens  # `check_supported` refuses a prompt without it
@@ -186,10 +186,10 @@ def _chat_fields(chat: Chat, dialect: Dialect) -> Json:
 
 
 def as_openai_writes(conversation: list[Json], dialect: Dialect) -> list[Json]:
-    """Return messages as OpenAI's API has them, of messages as chat templates expect them.
+    """Convert messages from the form that chat templates expect to that of OpenAI's API.
 
-    Arguments of calls become text again. Clients of Ollama give calls no ids, which OpenAI's API needs: they get some,
-    and results belong to the calls in their order.
+    Arguments of calls become text again. OpenAI's API needs an id for each call, and clients of Ollama give none. So
+    ids are added, and results belong to the calls in order.
     """
     messages, open_ids, num_calls = [], [], 0
     for each in conversation:

@@ -1,6 +1,6 @@
-"""Read an answer that a server streams in OpenAI's format: server-sent events, and in each one a chunk. This is pure.
+"""Read an answer that a server streams in OpenAI's format: server-sent events, each with one chunk. This is pure.
 
-The server is not trusted: what it sends is bounded and checked, and a mistake of it becomes one sentence.
+The server is not trusted. What it sends is bounded and checked, and an error in it is reported as one sentence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EventReader:
         return events
 
     def finish(self) -> list[bytes]:
-        """The response has ended: return the data of a last event without the empty line after it."""
+        """End the response: return the data of a last event that has no empty line after it."""
         events = [self._read(bytes(self._rest)), self._read(b"")]
         self._rest.clear()
         return [event for event in events if event is not None]
@@ -58,7 +58,7 @@ class EventReader:
         if line.startswith(b"data:"):
             self._data.append(line[5:].removeprefix(b" "))
             self._num_event_bytes += len(line)
-        return None  # a comment, or a field that says nothing here
+        return None  # a comment, or a field that is not used here
 
 
 class _FunctionDelta(Struct):
@@ -91,7 +91,7 @@ class _ChatLogprob(_Likely):
 
 
 class _Logprobs(Struct):
-    """Those of a chat are in `content`; of a completion, in three lists."""
+    """Logprobs in a chunk: those of a chat are in `content`, those of a completion in three lists."""
 
     content: list[_ChatLogprob] | None = None
     tokens: list[str] | None = None
@@ -146,7 +146,7 @@ class Piece(Struct, frozen=True):
     index: int  # of the answer
     text: str
     events: tuple[AnswerEvent, ...]
-    tokens: tuple[NamedToken, ...] = ()  # where the request asks for logprobs
+    tokens: tuple[NamedToken, ...] = ()  # if the request asks for logprobs
 
 
 class Ending(Struct, frozen=True):
@@ -171,16 +171,16 @@ class _Answer:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self.call_number: int | None = None  # that the server gave the last call
+        self.call_number: int | None = None  # the number that the server gave to the last call
         self.call_id: Any = None  # of that call
-        self.is_in_call = False  # whether the last call's arguments may go on
+        self.is_in_call = False  # whether more arguments of the last call may come
 
 
 class AnswerReader:
     """Reads the chunks of one response."""
 
     def __init__(self, num_answers: int, is_chat: bool, num_top: int | None = None) -> None:
-        """`num_top`: how many of the likeliest tokens are wanted for each token; None: no logprobs are."""
+        """`num_top`: how many of the likeliest tokens are wanted for each token; None: no logprobs are wanted."""
         self._num_top = num_top
         self.usage: Usage | None = None
         self.endings: dict[int, Ending] = {}  # by answer
@@ -193,7 +193,7 @@ class AnswerReader:
         return len(self.endings) == len(self._answers)
 
     def read(self, data: bytes) -> list[Piece]:
-        """Return the pieces of the chunk that an event has.
+        """Return the pieces of the chunk in an event.
 
         Raises RemoteFailed, and InvalidRequest or ContextTooLong where the server refuses the request.
         """
@@ -303,7 +303,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _error_of(message: str, code: str | None) -> ServekitError:
-    """Return the error for one that came in the place of an answer. vLLM checks some fields that late."""
+    """Return the error for an error message that came instead of an answer. vLLM checks some fields that late."""
     if code is not None and len(code) == 3 and code.isdecimal() and int(code) in OF_THE_REQUEST:
         kind = ContextTooLong if "maximum context length" in message else InvalidRequest
         return kind(f"the model's server refused the request: {message}")
@@ -325,7 +325,7 @@ class _WithMessage(Struct):
 
 
 def message_of(body: bytes | bytearray) -> tuple[str, str | None]:
-    """Return the message and the code of an error, as OpenAI's servers write it, vLLM's older ones, or TGI."""
+    """Return the message and the code of an error in the format of OpenAI's servers, older versions of vLLM, or TGI."""
     error: _Error | _WithMessage
     try:
         told = msgspec.json.decode(body, type=_WithError).error

@@ -1,6 +1,6 @@
 """Serve a model that generates text on another server: admit requests, send them there, deliver what comes back.
 
-The verbs are those of the engine of a local model. `Sender` decides when a request is sent, and whether it is sent
+It has the same methods as the engine of a local model. `Sender` decides when a request is sent, and whether it is sent
 again. Everything runs on the event loop's thread.
 """
 
@@ -47,12 +47,12 @@ from servekit.time_causes import TimeCause
 
 log = logging.getLogger("servekit")
 
-UNKNOWN_LENGTH = 2**20  # tokens: an upper bound while the server has not told the length of its longest sequence
-DRAIN_S = 1.0  # for the end of a response that is complete, so that its connection can be used again
+UNKNOWN_LENGTH = 2**20  # in tokens: upper bound until the server has reported the length of its longest sequence
+DRAIN_S = 1.0  # wait for the end of a complete response, so that its connection can be used again
 
 
 class _Places:
-    """The places in the queue that a request holds until it is submitted. Then its state holds them."""
+    """The places in the queue that a request holds until it is submitted. After that, its state holds them."""
 
     def __init__(self, budget: SharedBudget, tenant: str, num_places: int, arrival_s: float) -> None:
         self.arrival_s = arrival_s
@@ -78,8 +78,8 @@ class RemoteEngine(RemoteModel):
 
     kind = GENERATE
     takes_messages = True
-    adapters = None  # its server may have some, by names of its own
-    worker: WorkerReady | None = None  # it is not this server's
+    adapters = None  # its server may have adapters, with their own names
+    worker: WorkerReady | None = None  # no worker of this server
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RemoteEngine(RemoteModel):
         super().__init__(config, settings, clock, metrics, socket=socket)
         self.settings = settings
         self.tokenizer = TokenTexts(config.model_name)
-        self._live: set[RemoteState] = set()  # whose answers have not all ended
+        self._live: set[RemoteState] = set()  # requests with answers that have not ended
         self._tasks: set[asyncio.Task[Any]] = set()
         self.known_length = config.max_model_len
 
@@ -122,13 +122,13 @@ class RemoteEngine(RemoteModel):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Tokens of the longest sequence, as far as the server has told."""
+        """Tokens of the longest sequence, if the server has reported it."""
         return self.known_length or UNKNOWN_LENGTH
 
     # -- start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to serve. The server need not answer yet: it is asked for its models, but not for long."""
+        """Begin to serve. The server need not answer yet: it is asked for its models, with a short timeout."""
         await self.server.start()
         await self._begin()
 
@@ -199,7 +199,7 @@ class RemoteEngine(RemoteModel):
                 state.timers.append(loop.call_later(delay_s, expire, state))
 
     def _expire(self, state: RemoteState) -> None:
-        """The request's deadline has passed: its client gets the answers as far as they are."""
+        """End a request whose deadline has passed: its client gets the tokens that have come."""
         if not state.begun.done():
             self._fail(state, DeadlineExceeded("the deadline passed before the model's server had begun to answer"))
             return
@@ -245,7 +245,10 @@ class RemoteEngine(RemoteModel):
         self._drop(state)
 
     def _drop(self, state: RemoteState) -> None:
-        """Forget a request whose answers have ended. What of it still runs is cancelled, so its connection closes."""
+        """Remove a request whose answers have ended.
+
+        Its tasks that still run are cancelled, so its connection closes.
+        """
         if state not in self._live:
             return
         self._live.remove(state)
@@ -303,20 +306,20 @@ class RemoteEngine(RemoteModel):
             state.queue.put(TokenDelta(index, token_id, piece.text, False, logprobs=known))
         for _ in range(1 + len(first)):
             output.num_tokens += 1
-            if output.count_token is not None and not output.count_token():  # the client's key may have no more
+            if output.count_token is not None and not output.count_token():  # the client's key has no tokens left
                 self._finish(state, output, FinishReason.LENGTH)
                 if not state.num_unfinished:
                     self._drop(state)
                 return
 
     def _numbered(self, token: NamedToken) -> tuple[int, TokenLogprobs]:
-        """Return a token as local models have it. Raises RemoteFailed."""
+        """Return a token in the form that local models have. Raises RemoteFailed."""
         id_of = self.tokenizer.id_of
         top = [id_of(text) for text, _ in token.top], [logprob for _, logprob in token.top]
         return id_of(token.text), TokenLogprobs.of(token.logprob, *top)
 
     def complete(self, state: RemoteState, number: int, reader: AnswerReader) -> None:
-        """All answers to a prompt are complete."""
+        """Note that all answers to a prompt are complete."""
         outputs = state.outputs_of(number)
         if reader.usage is not None:
             state.usage[number] = reader.usage
@@ -332,7 +335,7 @@ class RemoteEngine(RemoteModel):
             self._drop_when_read(state)
 
     def _drop_when_read(self, state: RemoteState) -> None:
-        """Forget a request whose answers are complete, but let the ends of its responses be read."""
+        """Remove a request whose answers are complete. Its task goes on to read the ends of its responses."""
         state.task, task = None, state.task
         self._drop(state)
         state.task = task

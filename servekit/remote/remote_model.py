@@ -23,8 +23,8 @@ class RemoteModel:
     """A model that another server runs. Subclasses send it requests."""
 
     kind: str
-    failure: ServekitError | None = None  # why it has ended, if it did
-    known_length: int | None = None  # tokens of the longest sequence, if the server has told
+    failure: ServekitError | None = None  # why it has ended; None while it runs
+    known_length: int | None = None  # tokens of the longest sequence, if the server has reported it
     worker_pids: list[int | None] = []  # noqa: RUF012  # there are none
     is_healthy = True
 
@@ -39,7 +39,7 @@ class RemoteModel:
     ) -> None:
         """With `socket`, the server is asked over that socket file.
 
-        Raises ConfigError if the API key is missing, or the package that asks servers is.
+        Raises ConfigError if the API key or the HTTP package is missing.
         """
         self.config = config
         self.metrics = metrics or ModelMetrics(config)
@@ -66,14 +66,14 @@ class RemoteModel:
 
     @property
     def stage(self) -> str:
-        """What it is doing, as text for people."""
+        """What it is doing, as a text for people."""
         if self.sender.refuses_requests:
             return "sends no requests to its server for now, because that server failed too often in a row"
         return "serving"
 
     @property
     def has_free_slots(self) -> bool:
-        """True: what is not urgent waits for a connection, if it is for this model, and never for another model."""
+        """True: requests that are not urgent wait for a connection to this model only, not for other models."""
         return True
 
     @property
@@ -88,7 +88,7 @@ class RemoteModel:
         return self._clock()
 
     async def probe_readiness(self) -> bool:
-        """Whether requests are sent to the server. None is sent for this call: it could cost money."""
+        """Whether requests are sent to the server. This call sends no request, because it could cost money."""
         return self.state == "ready"
 
     async def render_metrics(self) -> bytes:
@@ -112,7 +112,7 @@ class RemoteModel:
         self.metrics.engine.is_draining = True
 
     async def wait_until_failed(self) -> None:
-        """Return when it has ended: a server that fails is no reason for that."""
+        """Return when it has ended. It does not end because its server fails."""
         await self._ended.wait()
 
     # -- requests -----------------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ CHARACTERS_PER_TOKEN = 4  # an estimate, until the server has counted the prompt
 class RemoteState(RequestState):
     """A request to a remote model.
 
-    Its sequences have no tokens: each is a record of one answer's times and end, for the log, the metrics and code that
-    asks for them.
+    Its sequences have no tokens. Each one records the times and the end of one answer, for the log and the metrics.
     """
 
     def __init__(
@@ -57,20 +56,20 @@ class RemoteState(RequestState):
         return self.outputs[number * n : (number + 1) * n]
 
     def release_places(self, num_places: int | None = None) -> None:
-        """Give back places in the queue, or all that are left."""
+        """Give back this number of places in the queue, or all that are left."""
         num_places = self._num_places if num_places is None else num_places
         self._num_places -= num_places
         self._release_places(num_places)
 
     def has_begun(self) -> None:
-        """The server has begun to answer."""
+        """Note that the server has begun to answer."""
         if not self.begun.done():
             self.begun.set_result(None)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def prompt_token_ids(self, index: int) -> array[int]:
-        return array("i")  # they are not known
+        return array("i")  # the tokens are not known
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
         return []

@@ -1,8 +1,9 @@
 """Send requests to the server of a remote model: connections in turn, retries with a budget, and a circuit breaker.
 
-It is the same for all that such servers speak. What is bounded: requests that wait (`max_num_queued_reqs`), connections
-(`max_connections`, which tenants get in turns), the wait for one, the retries of one request and of all requests
-together. A server that fails is not asked for a while (`CircuitBreaker`). Everything runs on the event loop's thread.
+The same code serves all APIs of remote servers. It bounds the requests that wait (`max_num_queued_reqs`), the
+connections (`max_connections`; tenants take turns), the wait for a connection, the retries of one request, and the
+retries of all requests together. A server that fails gets no requests for a while (`CircuitBreaker`). Everything runs
+on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
 
-FIRST_BACKOFF_S = 0.1  # before a retry; doubled for each further one, and less by up to half, at random
-MAX_WAIT_S = 2.0  # that a server may ask for before a retry; for longer, the client is told to come back
+FIRST_BACKOFF_S = 0.1  # before the first retry; doubled for each further one, less a random part of up to half
+MAX_WAIT_S = 2.0  # the longest wait that a server may ask for; if it asks for more, the client must retry
 RETRY_AFTER_S = 5
 
 
 class Attempt:
-    """One request to the server. How it ends is reported once."""
+    """One request to the server. Its outcome is reported once."""
 
     def __init__(self, sender: Sender, permit: Permit) -> None:
         self.has_delivered = False  # whether the client has a part of the answer, so that it cannot be sent again
         self._sender = sender
-        self._permit: Permit | None = permit  # until the outcome is reported
+        self._permit: Permit | None = permit  # None when the outcome is reported
 
     def note_answering(self) -> None:
-        """Note that an answer has begun. It ends a probe: a long answer must not keep other requests waiting."""
+        """Note that an answer has begun. This ends a probe, because other requests must not wait for a long answer."""
         if self._permit is not None:
             self._sender.note_answering(self._permit)
 
     def report(self, outcome: Outcome, result: str) -> None:
-        """Report how it ended. What is reported first counts."""
+        """Report how it ended. Only the first report counts."""
         permit, self._permit = self._permit, None
         if permit is not None:
             self._sender.note_outcome(permit, outcome, result)
@@ -71,12 +72,12 @@ class Sender:
 
     @property
     def refuses_requests(self) -> bool:
-        """Whether the breaker is open. When its cooldown is over, it is not: it waits for a request to try."""
+        """Whether the breaker is open. False when its cooldown is over: then a request is needed as the probe."""
         return self.breaker.state is State.OPEN and self.breaker.retry_after_s(self._clock()) > 1
 
     @property
     def has_spare_connections(self) -> bool:
-        """Whether two connections are free, or will be when those that wait have theirs."""
+        """Whether two connections are free, besides those for requests that wait."""
         return self.num_connections + self.num_waiting + 2 <= self._settings.max_connections
 
     def stats(self) -> RemoteStats:
@@ -86,7 +87,7 @@ class Sender:
     # -- before a request ---------------------------------------------------------------------------------------------
 
     def check_admission(self, tenant: str, num_places: int) -> None:
-        """Raise RemoteUnavailable if no request is sent at present, and QueueFull if there are not so many places."""
+        """Raise RemoteUnavailable if no request is sent at present, and QueueFull if there are too few places."""
         now_s, budget = self._clock(), self.places
         if self.refuses_requests:
             self._metrics.remote.rejected()
@@ -139,7 +140,7 @@ class Sender:
     # -- a request ----------------------------------------------------------------------------------------------------
 
     async def send(self, exchange: Callable[[Attempt], Awaitable[None]]) -> None:
-        """Send a request, again if that fails before anything of the answer has come. Call it with a connection.
+        """Send a request, and retry if it fails before any part of the answer has come. Call it with a connection.
 
         `exchange` sends it once. It reports ANSWERED itself, and raises Failure, RequestError if the server refuses it
         later than with a status, or RemoteFailed for an invalid answer. This raises ServekitError: that of the last
@@ -169,10 +170,10 @@ class Sender:
             failure.may_repeat &= not attempt.has_delivered
             attempt.report(failure.outcome, failure.result)
             raise
-        except RequestError:  # it refuses the request, and works
+        except RequestError:  # the server works, but refuses the request
             attempt.report(Outcome.ANSWERED, "refused")
             raise
-        except RemoteFailed as error:  # it sent an invalid answer
+        except RemoteFailed as error:  # the server sent an invalid answer
             attempt.report(Outcome.FAILED, "failed")
             raise Failure(error, "failed") from None
         finally:

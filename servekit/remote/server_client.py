@@ -1,7 +1,7 @@
 """Send requests to the server of a remote model over HTTP, and read its responses as they arrive.
 
-The address comes from the operator's model file only. Redirects are not followed, cookies are not kept, and proxies are
-those of that file, not of the environment: so no client and no server decides where requests go.
+The address comes from the operator's model file only. Redirects are not followed, cookies are not kept, and proxies
+come from that file, not from the environment. So neither clients nor servers can decide where requests go.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class ServerClient:
     """A client of one server. Call `start`, and then `close`."""
 
     def __init__(self, model: str, settings: ServerSettings, socket: str | None = None) -> None:
-        """`model` is the model's name here. With `socket`, the path of a socket file, it is asked over that.
+        """`model` is the model's name here. With `socket`, requests go through the socket file at this path.
 
-        Raises ConfigError if the API key is missing, or httpx2 is.
+        Raises ConfigError if the API key or httpx2 is missing.
         """
         self._socket = socket
         self._model = model
@@ -89,7 +89,7 @@ class ServerClient:
         limits = httpx2.Limits(max_keepalive_connections=settings.max_connections, keepalive_expiry=KEEP_ALIVE_S)
         return httpx2.AsyncClient(
             headers=self._headers,
-            # The caller bounds all other waits, and how many connections there are.
+            # The caller bounds all other waits, and the number of connections.
             timeout=httpx2.Timeout(None, connect=settings.connect_timeout),
             limits=limits,
             verify=verify,
@@ -113,10 +113,9 @@ class ServerClient:
         """Send a POST with this body, which may be in parts, or a GET, and yield the response.
 
         A large body is sent in slices, so that the event loop stays free. Leaving the block closes the connection.
+        `busy_statuses` mean that the server works but is overloaded, even without a Retry-After.
 
-        `busy_statuses` mean that the server works and has no time, even without a Retry-After.
-
-        Raises Failure for an answer with another status than 200, and for a connection that fails, also in the block.
+        Raises Failure for an answer with a status other than 200, and for a connection that fails, also in the block.
         """
         assert self._http is not None, "start was called"
         is_clean = request_id and request_id.isascii() and request_id.isprintable()
@@ -150,8 +149,8 @@ class ServerClient:
         message, code = message_of(body)
         retry_after = response.headers.get("Retry-After") or ("1" if response.status_code in busy_statuses else None)
         failure = of_status(self._model, response.status_code, message, code, retry_after)
-        if isinstance(failure.error, RemoteFailed):  # in the log the operator may see what it tells
-            level = logging.WARNING if response.status_code < 500 else logging.DEBUG  # of these the breaker tells
+        if isinstance(failure.error, RemoteFailed):  # the operator may see the server's message in the log
+            level = logging.WARNING if response.status_code < 500 else logging.DEBUG  # the breaker logs the others
             shown = message or response.headers.get("Location", "")[:200]
             log.log(level, "the server of the model %s answered %d: %s", self._model, response.status_code, shown)
         return failure
@@ -164,7 +163,7 @@ class ServerClient:
         return RemoteFailed(f"the server of the model {self._model!r} {what}")
 
     async def look_up(self, name: str, timeout_s: float) -> int | None:
-        """Return the tokens of the longest sequence of a model there, if the server tells. Logs what is wrong."""
+        """Return the tokens of the longest sequence of a model there, if the server reports it. Logs errors."""
         assert self._http is not None, "start was called"
         try:
             async with pause_tolerant_timeout(timeout_s), self._http.stream("GET", f"{self._url}/models") as response:

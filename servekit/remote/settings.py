@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 Seconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 
-# What an error says that each field takes.
+# The form of each field, for error messages.
 TAKES = {
     "url": "an address such as 'https://api.example.com/v1' or 'http://triton:8000', without user, query and fragment",
     "api_key_env": "the name of an environment variable, which has the API key",
@@ -44,7 +44,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failures_to_open: Annotated[int, Meta(ge=1, le=1000)] = 5  # failures in a row that open the circuit breaker
     cooldown: Seconds = 5.0  # that it stays open; doubled after each failed probe, up to a minute
 
-    # The name of the setting that bounds the wait for a connection, and then that for the first of the answer.
+    # The name of the setting that bounds the wait for a connection, and then the wait for the first part of the answer.
     first_answer_setting: ClassVar[str]
 
     @property
@@ -77,14 +77,14 @@ class TritonSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class VllmSettings(OpenAISettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How vLLM is started by this server, and asked: kind `vllm`."""
+    """How this server starts vLLM and sends requests to it: kind `vllm`."""
 
-    url: str = "http://vllm/v1"  # the name of a host that no one looks up: it is asked over a socket file
+    url: str = "http://vllm/v1"  # the host name is never resolved: requests go through a socket file
     dialect: Literal["openai", "vllm"] = "vllm"
     command: Annotated[tuple[str, ...], Meta(min_length=1)] = ("vllm",)  # the program, with arguments before `serve`
     arguments: list[str] = []  # of `vllm serve`
     environment: dict[str, str] = {}
 
 
-# Fields that have one value where this server starts the other one.
+# Fields that have a fixed value because this server starts vLLM itself.
 FIXED_OF_VLLM = ("url", "dialect", "api_key_env", "proxy")

@@ -1,7 +1,7 @@
 """Number the tokens of a remote model whose texts its server has sent, in logprobs.
 
-The ids of the model's tokenizer are not known. So that logprobs go through the same code as those of local models, each
-text gets a number here. It is negative, so that it cannot be an id of the model.
+The ids of the model's tokenizer are not known. Each text gets a number here, so that logprobs go through the same code
+as those of local models. The number is negative, so it cannot be an id of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOKEN_BYTES = 2**10
 
 
 class TokenTexts(Tokenizer):
-    """Stands for the tokenizer of a remote model, which is not here. It refuses what needs one."""
+    """Takes the place of the tokenizer of a remote model. Operations that need a real tokenizer are refused."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -1,6 +1,6 @@
 """Serve a model of a Triton server: load it there, send inferences, return the tensors that come back.
 
-It speaks KServe's protocol V2 over HTTP, so other servers of that protocol serve as well. With `model_control_mode =
+It uses KServe's protocol V2 over HTTP, so other servers with this protocol work, too. With `model_control_mode =
 "explicit"` the model is loaded there when it is loaded here, and unloaded there when it is unloaded here. A server that
 does not have the model any more ends this engine: the ModelManager loads it again.
 """
@@ -53,14 +53,14 @@ class _Live(Struct, eq=False):
 
     caller: Caller
     task: asyncio.Task[list[Tensor] | bytearray]
-    error: ServekitError | None = None  # why it was ended from here
+    error: ServekitError | None = None  # why this server ended it
 
 
 class TritonEngine(RemoteModel):
     """Serves one model of a Triton server. Call `start`, then `infer` any number of times, then `stop`."""
 
     kind = INFER
-    worker = None  # it is not this server's
+    worker = None  # no worker of this server
     max_prompt_tokens = UNKNOWN_LENGTH
 
     def __init__(
@@ -73,7 +73,7 @@ class TritonEngine(RemoteModel):
         """Raises ConfigError if the API key is missing."""
         super().__init__(config, settings, clock, metrics)
         self.settings = settings
-        self.info: ModelInfo | None = None  # what the server tells of the model
+        self.info: ModelInfo | None = None  # the server's description of the model
         self._live: set[_Live] = set()
         self._model_path = f"/v2/models/{quote(config.model, safe='')}"
         self._repository_path = f"/v2/repository/models/{quote(config.model, safe='')}"
@@ -86,7 +86,10 @@ class TritonEngine(RemoteModel):
     # -- start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model there, if that is wanted, and ask what it takes. Raises ServekitError if it is not there."""
+        """Load the model there, if that is configured, and read its inputs and outputs.
+
+        Raises ServekitError if it is not there.
+        """
         await self.server.start()
         self.metrics.watch_remote(self.sender.stats)
         assert self.metrics.remote  # its metrics are exported from now on
@@ -127,7 +130,7 @@ class TritonEngine(RemoteModel):
         )
 
     async def stop(self, graceful: bool = True) -> None:
-        """Fail the inferences that still run, unload the model there if that is wanted, and close all connections."""
+        """Fail running inferences, unload the model there if that is configured, and close all connections."""
         self._rejects_requests = True
         self.fail_all(shutting_down())
         await asyncio.gather(*(each.task for each in self._live), return_exceptions=True)
@@ -219,7 +222,7 @@ class TritonEngine(RemoteModel):
             async with self.sender.connection(caller.tenant, leave_queue):
                 await self.sender.send(exchange)
         finally:
-            if not has_left:  # it was cancelled before it began
+            if not has_left:  # cancelled before it began
                 leave_queue()
         return answer
 
@@ -236,11 +239,11 @@ class TritonEngine(RemoteModel):
         except TimeoutError:
             raise self._timeout(timeout_s, "answer_timeout") from None
         except Failure as failure:
-            # The server quotes names that clients chose: only the beginning of its message is its own.
+            # The server's message repeats names that clients chose. Only its beginning is from the server.
             if failure.status == 404 or failure.told.startswith("Request for unknown model"):
                 self._lose(failure)
             elif failure.status == FAILED_STATUS and failure.told:
-                # The model's code has failed, and the server tells so: one tenant's input must not open the breaker.
+                # The server reports that the model's code has failed. One tenant's input must not open the breaker.
                 failure.outcome = Outcome.ANSWERED
             raise
         if len(answer) > MAX_ANSWER_BYTES:

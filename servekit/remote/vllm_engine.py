@@ -1,8 +1,8 @@
 """Serve a model with vLLM, in processes that this server starts and ends.
 
-It is asked as a remote server is, over a socket file and by OpenAI's API with vLLM's parameters: that is the interface
-of vLLM that stays the same from release to release, and it may need another version of Python, torch or transformers
-than this server. vLLM that ends by itself ends this engine: the ModelManager starts it again.
+Requests go to it as to a remote server: through a socket file, by OpenAI's API with vLLM's parameters. This interface
+stays the same in all releases of vLLM, and vLLM may need other versions of Python, torch or transformers than this
+server. If vLLM ends by itself, this engine ends, and the ModelManager starts it again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from servekit.remote.vllm_process import VllmProcess
 
 log = logging.getLogger("servekit")
 
-LOOK_S = 0.25  # between two looks whether it listens
+LOOK_S = 0.25  # between two checks whether it listens
 
 
 def visible_devices(devices: Sequence[str], own: str | None) -> str | None:
     """Return vLLM's CUDA_VISIBLE_DEVICES; None leaves it as it is.
 
-    `own` is this server's: its numbers of devices are places in that list.
+    `own` is this server's value: this server's device numbers are positions in that list.
     """
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device.startswith("cuda:")]
     visible = own.split(",") if own else []
@@ -87,7 +87,7 @@ class VllmEngine(RemoteEngine):
         )
 
     async def _watch(self) -> None:
-        """End when vLLM does."""
+        """End this engine when vLLM ends."""
         how = await self._process.wait()
         if not self._is_stopping:
             self.failure = WorkerLost(f"vLLM, which serves the model {self.config.model_name!r}, {how}")

@@ -19,7 +19,7 @@ TERM_TIMEOUT_S = 10.0  # for vLLM to end by itself
 KILL_TIMEOUT_S = 10.0
 
 # Variables of vLLM's environment, unless the operator has set them.
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}  # it reports its use over the network by default
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}  # by default vLLM reports its use over the network
 
 
 class VllmProcess:
@@ -47,7 +47,7 @@ class VllmProcess:
                 "own, and name its program in the model file: vllm = { command = ['/opt/vllm/bin/vllm'] }"
             )
         visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        # This server would not know the key that VLLM_API_KEY makes vLLM demand. The socket is for this user only.
+        # With VLLM_API_KEY, vLLM demands a key that this server does not know. The socket is for this user only.
         inherited = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
         launcher = [sys.executable, "-P", "-m", "servekit.remote.vllm_launcher"]
         self._process = await asyncio.create_subprocess_exec(
