@@ -1,7 +1,7 @@
 """Read a batch's input file: one request on each line, as OpenAI's Batch API takes them.
 
-The file is read line by line, never as a whole. Everything here runs in threads. A line is decoded except for its body,
-which is copied: so a long line holds the interpreter's lock for about a millisecond.
+The file is read line by line, never as a whole. Everything here runs in threads. The body of a line is copied and not
+decoded, so that a long line holds the interpreter's lock for only about a millisecond.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from servekit.batches.records import LineError
 MAX_LINES = 50_000  # of a batch, as with OpenAI
 MAX_LINE_BYTES = 2**21
 MAX_CUSTOM_ID = 512  # characters
-MAX_ERRORS = 100  # that are reported of one file
-_SLICE_BYTES = 2**18  # of lines that are read at once, to be answered next
+MAX_ERRORS = 100  # reported for one file
+_SLICE_BYTES = 2**18  # size of the lines that are read at once
 
 
 class RequestLine(Struct):
-    """One request: a line of the input file, without what is unknown."""
+    """One request: a line of the input file, without unknown fields."""
 
     custom_id: str
     method: str
@@ -34,13 +34,13 @@ class RequestLine(Struct):
 
 
 class _Body(Struct):
-    """What is checked of a body before the batch begins. The schema of its route checks the rest."""
+    """The fields of a body that are checked before the batch begins. The schema of its route checks the rest."""
 
     stream: bool | None = None
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
-    """Return how many requests a file has, and what is wrong with its lines. Raises OSError."""
+    """Return the number of requests in a file, and the errors in its lines. Raises OSError."""
     seen: set[str] = set()
     errors: list[LineError] = []
     with path.open("rb") as file:

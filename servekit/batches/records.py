@@ -9,7 +9,7 @@ from msgspec import Struct
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-# Of these the runner has something left to do.
+# The states in which the runner still has work to do.
 OPEN_STATUSES: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -17,7 +17,7 @@ End = Literal["completed", "failed", "expired", "cancelled"]
 
 
 class FileRecord(Struct, frozen=True, kw_only=True):
-    """One file. An uploaded one has its content in the folder; that of a batch's answers is rows of the database."""
+    """One file. The content of an uploaded file is in the folder; a batch's answers are rows of the database."""
 
     id: str
     tenant: str
@@ -27,7 +27,7 @@ class FileRecord(Struct, frozen=True, kw_only=True):
     created_s: int  # this and all times below: seconds since 1970
     expires_s: int  # when it is deleted
     batch_id: str = ""  # of the batch whose answers it contains; "" for an uploaded file
-    is_error: bool = False  # of such a file: it has the lines that failed
+    is_error: bool = False  # whether a batch's file has the lines that failed
 
 
 class LineError(Struct, frozen=True):
@@ -69,7 +69,7 @@ class BatchRecord(Struct, kw_only=True):
 
     @property
     def ended_s(self) -> int | None:
-        """When it ended, in whatever way; None before that."""
+        """When it ended, for any reason; None before that."""
         times = (self.completed_s, self.failed_s, self.expired_s, self.cancelled_s)
         return next((time_s for time_s in times if time_s is not None), None)
 

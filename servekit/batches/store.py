@@ -62,14 +62,14 @@ class BatchStore:
         self.directory = Path(directory).absolute()
         self.uploads = self.directory / "files"
         try:
-            # It contains prompts and answers: no other user may read them.
+            # The folder contains prompts and answers, so no other user may read it.
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.uploads.mkdir(mode=0o700, exist_ok=True)
             self._database = sqlite3.connect(
                 self.directory / "batches.sqlite3",
                 timeout=BUSY_TIMEOUT_S,
                 isolation_level=None,
-                check_same_thread=False,  # it is used by one thread after the other
+                check_same_thread=False,  # several threads use it, one at a time
             )
             version = self._prepare()
         except (OSError, sqlite3.Error, StorageFailed) as error:
@@ -101,7 +101,7 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commit what the block changes, or nothing of it if it raises."""
+        """Commit the changes of the block, or none of them if it raises."""
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -147,7 +147,7 @@ class BatchStore:
         return self.uploads / file_id
 
     def add_file(self, file: FileRecord, check_room: Callable[[], None] = lambda: None) -> None:
-        """Add a file whose content is complete: first that is made durable, then the entry is written.
+        """Add a file whose content is complete: first the content is made durable, then the entry is written.
 
         `check_room` raises if there is no room. It is called in the transaction, so nothing else is stored in between.
         """
@@ -208,7 +208,7 @@ class BatchStore:
         return rows[0][0] if rows else None
 
     def delete_file(self, file: FileRecord) -> None:
-        """Delete a file and its content. The entry goes first: content without an entry is swept up later."""
+        """Delete a file and its content. The entry is deleted first; content without an entry is removed later."""
         with self._transaction():
             self._database.execute("DELETE FROM file WHERE id = ?", (file.id,))
             if file.batch_id:
@@ -294,11 +294,14 @@ class BatchStore:
         return None if self.batch(tenant, batch_id) is None else self.change(batch_id, cancel)
 
     def begin(self, batch_id: str, num_lines: int, errors: list[LineError], now_s: int) -> None:
-        """Let a checked batch begin, or fail if its file has errors. A batch that was cancelled meanwhile stays so."""
+        """Let a checked batch begin, or fail if its file has errors.
+
+        A batch that was cancelled in the meantime stays cancelled.
+        """
 
         def begin(batch: BatchRecord) -> None:
             if batch.status != "validating":
-                return  # with num_lines = 0: what is in its file is not read again
+                return  # with num_lines = 0, because its file is not read again
             batch.num_lines, batch.errors = num_lines, errors
             if errors:
                 batch.status, batch.failed_s = "failed", now_s
@@ -326,7 +329,7 @@ class BatchStore:
             for batch_id in {result.batch_id for result in results}:
                 batch = self._batch(batch_id)
                 if batch is None or batch.status not in OPEN_STATUSES:
-                    continue  # it was ended or deleted meanwhile
+                    continue  # it has ended or was deleted in the meantime
                 for result in results:
                     if result.batch_id == batch_id:
                         self._add_result(batch, result)
@@ -415,7 +418,7 @@ class BatchStore:
         return len(unused) + len(old)
 
     def sweep_uploads(self, before_s: float) -> None:
-        """Delete content that has no entry and is older than this: of uploads that a crash has cut off."""
+        """Delete content that has no entry and is older than this: the rest of uploads that a crash interrupted."""
         with suppress(OSError):
             known = {file_id for (file_id,) in self._rows("SELECT id FROM file WHERE batch_id = ''")}
             for path in self.uploads.iterdir():
@@ -424,7 +427,7 @@ class BatchStore:
 
 
 class OwnerLock:
-    """The right to run the batches of a folder. The kernel gives it back when its process ends, however that ends."""
+    """The right to run the batches of a folder. The kernel releases it when its process ends for any reason."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "owner.lock"
@@ -444,7 +447,7 @@ class OwnerLock:
         return True
 
     def release(self) -> None:
-        """Give the right back. Idempotent."""
+        """Release the right. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -49,7 +49,7 @@ class AnswerEvents:
         """`max_calls`: further ones are left out; 0 if the request has no tools.
 
         `functions`: the JSON schema of the parameters of each function that the request has, by its name.
-        `has_strict_calls`: a grammar restricts calls, so what it takes for text is no call.
+        `has_strict_calls`: a grammar restricts calls, so text that it accepts as content is not a call.
         """
         self.max_calls = max_calls
         self.functions = functions or {}
@@ -58,7 +58,7 @@ class AnswerEvents:
         self.num_calls = 0
         self._pending: list[AnswerEvent] = []
         self._held = ""  # whitespace at the end of the text so far
-        self._is_after_marker = False  # no text has followed since
+        self._is_after_marker = False  # no text has followed it yet
 
     def take(self) -> list[AnswerEvent]:
         """Return the events since the last call."""
@@ -66,18 +66,18 @@ class AnswerEvents:
         return pending
 
     def finish(self) -> None:
-        """The answer has ended."""
+        """End the answer."""
         if self._held:
             self._pending.append(Reasoning(self._held) if self.is_reasoning else Content(self._held))
             self._held = ""
 
     def begin_reasoning(self) -> None:
-        """A marker was read that begins reasoning."""
+        """Handle a marker that begins reasoning."""
         self._pass_marker()
         self.is_reasoning = True
 
     def begin_content(self) -> None:
-        """A marker was read, and content follows."""
+        """Handle a marker that begins content."""
         self._pass_marker()
         self.is_reasoning = False
 

@@ -17,12 +17,12 @@ try:
     # The renderer needs little of transformers, all of which takes half a second to import.
     with bare_packages("transformers", "transformers.utils"):
         from transformers.utils.chat_template_utils import render_jinja_template
-except (ImportError, AttributeError):  # in another version it needs more
+except (ImportError, AttributeError):  # another version of transformers needs more
     from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def render_chat(job: RenderChat) -> Outcome:
-    """Return the conversation as text, or why the template refuses it."""
+    """Return the conversation as text, or the reason why the template refuses it."""
     try:
         try:
             rendered = _render(job, job.messages)
@@ -39,7 +39,7 @@ def render_chat(job: RenderChat) -> Outcome:
 
 
 def _render(job: RenderChat, messages: list[dict[str, Any]]) -> str:
-    # Its annotations say that it returns one text. It returns a list of texts, and the spans of assistant turns.
+    # Its annotations are wrong: it returns a list of texts, and the spans of assistant turns.
     rendered: Any = render_jinja_template(
         [messages],
         chat_template=job.template,

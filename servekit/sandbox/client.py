@@ -31,19 +31,19 @@ from servekit.sandbox.outcome_cache import OutcomeCache
 log = logging.getLogger("servekit")
 
 NUM_QUICK, NUM_SLOW = 3, 2  # processes
-QUANTUM_S = 0.05  # of processor time: as long as a grammar may take to compile; almost all jobs take less
+QUANTUM_S = 0.05  # processor time in the quick lane: the limit for compiling a grammar; almost all jobs take less
 POLL_INTERVAL_S = 0.025  # how often the server reads how much processor time a job has used
-MAX_LOOK_S = 0.25  # what the time between two of these readings counts at most: server and job may have been paused
+MAX_LOOK_S = 0.25  # longest time that counts between two readings, because server and job may have been paused
 MAX_WAITING = 512
 MAX_WAIT_S = 10.0
-MAX_JOB_BYTES = 2**24  # more than the largest body that the server reads by default makes
+MAX_JOB_BYTES = 2**24  # larger than any job from the largest body that the server reads by default
 MAX_BYTES = 2**26  # of all jobs that wait or run
 MAX_CACHE_BYTES = 2**25
 MAX_CACHED_JOB_BYTES = 2**18  # a digest of a larger job would hold the event loop; such jobs always run
-REFUSAL_TTL_S = 300.0  # in the cache; on a busy machine a job can take more processor time than it takes later
+REFUSAL_TTL_S = 300.0  # in the cache; on a busy machine a job can take more processor time than later
 MAX_ATTEMPTS = 2
-# A job that gets less than a thirtieth of a core is ended, so that each request is answered in bounded time. Beside two
-# processes that compute all the time, a job in the slow lane gets a twentieth, because of its low priority.
+# A job that gets less than a thirtieth of a core is ended, so that each request is answered in bounded time. Because of
+# its low priority, a job in the slow lane gets a twentieth while two other processes compute all the time.
 MAX_SLOWDOWN = 30.0
 MAX_REUSED_BYTES = 2**20  # a process that handled more is not used again, because its memory is limited
 
@@ -58,7 +58,7 @@ class _Job:
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         # Retrieve the exception. Otherwise asyncio logs it when no request waits for it.
         self.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.waiting: PauseTolerantTimer | None = None  # ends the wait for a place
+        self.waiting: PauseTolerantTimer | None = None  # the timer that ends the wait for a place
 
 
 class Sandbox:
@@ -69,8 +69,8 @@ class Sandbox:
         self._fork_server = ForkServer(arguments, memory_bytes)
         self._scheduler = JobScheduler(NUM_QUICK, NUM_SLOW, MAX_WAITING, MAX_BYTES)
         self._cache = OutcomeCache(MAX_CACHE_BYTES)
-        self._jobs: dict[JobTicket, _Job] = {}  # that wait or run
-        self._shared: dict[tuple[str, bytes], _Job] = {}  # of these, the ones that an equal job of the tenant may join
+        self._jobs: dict[JobTicket, _Job] = {}  # jobs that wait or run
+        self._shared: dict[tuple[str, bytes], _Job] = {}  # those of them that an equal job of the tenant may join
         self._tasks: set[asyncio.Task[None]] = set()  # one for each running job
         self._idle: list[ForkedProcess] = []
         self._is_stopped = False
@@ -130,7 +130,7 @@ class Sandbox:
         finally:
             running.num_waiters -= 1
             if running.num_waiters == 0 and not running.outcome.done():
-                running.outcome.cancel()  # its task ends its process
+                running.outcome.cancel()  # the job's task ends its process
                 self._stop_waiting(running)
 
     def _add(self, pieces: list[bytes | bytearray], num_bytes: int, tenant: str) -> _Job:
@@ -154,9 +154,9 @@ class Sandbox:
             )
 
     def _share(self, running: _Job, job: Job, tenant: str, digest: bytes) -> None:
-        """Let equal jobs of the tenant join this one, and remember its outcome.
+        """Let equal jobs of the tenant join this one, and cache its outcome.
 
-        Equal jobs of other tenants do not join: they would wait for this tenant's turn.
+        Equal jobs of other tenants do not join, because they would wait for this tenant's turn.
         """
         self._shared[tenant, digest] = running
 
@@ -188,7 +188,7 @@ class Sandbox:
         job.waiting = PauseTolerantTimer(MAX_WAIT_S, expire)
 
     def _stop_waiting(self, job: _Job) -> None:
-        """Remove a job that no request waits for, unless it runs: then its task removes it."""
+        """Remove a job that no request waits for, unless it runs. In that case its task removes it."""
         if job.waiting is not None:
             job.waiting.cancel()
             job.waiting = None
@@ -243,7 +243,7 @@ class Sandbox:
             try:
                 process = (self._take_idle() if attempt == 0 else None) or await self._fork_server.fork()
                 return await self._attempt(job, process)
-            except (ProcessLost, OSError) as error:  # an OSError: there was no descriptor, process or memory for it
+            except (ProcessLost, OSError) as error:  # OSError: no descriptor, process or memory was left
                 if job.outcome.done():
                     return None
                 reason = str(error)
@@ -278,7 +278,8 @@ class Sandbox:
         except (EOFError, OSError):
             is_ended = True
             exit_code = await self._fork_server.end(process, is_exiting=True)
-            if exit_code is None or exit_code == -signal.SIGKILL:  # by the kernel for lack of memory, or by an operator
+            # SIGKILL comes from the kernel for lack of memory, or from an operator.
+            if exit_code is None or exit_code == -signal.SIGKILL:
                 raise ProcessLost("it was killed") from None
             return Refused(
                 "it is nested too deeply, or takes more memory than a request may have (sandbox_memory_bytes); make it "
@@ -295,9 +296,9 @@ class Sandbox:
     async def _watch(self, job: _Job, process: ForkedProcess, running: asyncio.Task[Outcome]) -> Outcome | None:
         """Wait for the outcome, and read the job's processor time at each interval.
 
-        The quantum and the limit are of processor time. Wall time depends on what else the machine does: on a busy
-        machine all jobs would end in the slow lane. Returns None if no request waits any more, or if the job must begin
-        again in the slow lane.
+        The quantum and the limit are processor time. Wall time depends on the load of the machine: on a busy machine,
+        all jobs would end in the slow lane. Returns None if no request waits any more, or if the job must begin again
+        in the slow lane.
         """
         looked_s, running_s, stalled_s = time.monotonic(), 0.0, 0.0
         before_s = used_s = process.cpu_s()

@@ -28,7 +28,7 @@ JSON_STYLE: JsonCompileOptions = {
     "key_separator": ": ",
     "lenient": False,
 }
-# The mask process compiles the grammar again, and computes no mask meanwhile. All answers with a grammar wait for it.
+# The mask process compiles the grammar again. During this it computes no mask, so all answers with a grammar wait.
 MAX_COMPILE_S = 0.05
 
 
@@ -56,7 +56,7 @@ def compile_grammar(job: CompileGrammar, tokenizer: LLTokenizer) -> Outcome:
 
 
 def _faulty_part(parts: tuple[Grammar, ...], tokenizer: LLTokenizer) -> str:
-    """Return which part cannot be compiled, and why; empty if that is none of them. llguidance does not name it."""
+    """Return which part cannot be compiled, and why; empty if all can be. llguidance does not name the part."""
     for part in parts:
         matcher = matcher_for(_translate(part.kind, part.text), tokenizer)
         if matcher.is_error():
@@ -76,7 +76,8 @@ def _translate(kind: GrammarKind, text: str, parts: tuple[Grammar, ...] = ()) ->
         case GrammarKind.EBNF:
             return LLMatcher.grammar_from_lark(text)
         case GrammarKind.CHOICE:
-            # One terminal, because a rule of many alternatives takes seconds. A JSON string in ASCII is a Lark literal.
+            # Use one terminal, because a rule of many alternatives takes seconds. A JSON string in ASCII is a Lark
+            # literal.
             literals = map(json.dumps, json.loads(text))
             return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(literals))
         case GrammarKind.COMPOSED:
@@ -84,7 +85,7 @@ def _translate(kind: GrammarKind, text: str, parts: tuple[Grammar, ...] = ()) ->
 
 
 def _compose(text: str, parts: tuple[Grammar, ...]) -> str:
-    """Return a grammar of several. Errors of a part name it."""
+    """Return one grammar made of several. Errors in a part name this part."""
     grammars: list[dict[str, Any]] = [{"name": "start", "lark_grammar": text}]
     for number, part in enumerate(parts):
         try:
@@ -109,7 +110,7 @@ def _schema(text: str) -> dict[str, Any]:
         raise ValueError("a JSON schema must be an object or true")
     schema.pop("x-guidance", None)  # a schema must not change how strictly it is enforced
     if ("properties" in schema or "required" in schema) and not schema.keys() & {"type", "$ref", "anyOf", "oneOf"}:
-        schema["type"] = "object"  # by the standard it would also allow a number, which its author did not intend
+        schema["type"] = "object"  # by the standard, the schema also allows a number, which its author did not intend
     return schema
 
 

@@ -3,7 +3,8 @@
 Starting an interpreter with these libraries takes a second. Forking this process takes two milliseconds, and the forked
 processes share its memory. So a process that runs jobs can be killed at any time, and costs little while it is idle.
 
-This process never reads what clients write. It has one thread, because only the forking thread goes on in a fork.
+This process never reads what clients write. It has only one thread, because in a forked process only the forking thread
+continues.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, make in ((RenderChat, _chat_handler), (CompileGrammar, _grammar_handler)):
         try:
             handlers[kind] = make(arguments)
-        except Exception as error:  # of any library; the message is for people
+        except Exception as error:  # from any library; the message is for people
             handlers[kind] = _refusing(str(error))
             warnings.append(str(error))
     gc.collect()
@@ -97,13 +98,13 @@ def _run_child(handlers: Handlers, control: socket.socket, channel: int, memory_
 def _end(request: End, killed: set[int]) -> int | None:
     """Return the exit code of a child, which is reaped; None if it has not exited.
 
-    A child that is killed takes a while to give its memory back. Others are forked meanwhile.
+    A killed child takes some time to free its memory. Other children are forked in the meantime.
     """
     reaped, status = os.waitpid(request.pid, os.WNOHANG)
     if reaped:
         return os.waitstatus_to_exitcode(status)
     if request.kill:
-        os.kill(request.pid, signal.SIGKILL)  # it was not reaped, so no other process has its number
+        os.kill(request.pid, signal.SIGKILL)  # not reaped yet, so no other process has this pid
         killed.add(request.pid)
     return None
 
@@ -119,7 +120,7 @@ def _receive(control: socket.socket, killed: set[int]) -> tuple[ToForkServer, li
 
 
 def _send(control: socket.socket, message: FromForkServer) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the server has closed it; reading reports that next
+    with contextlib.suppress(BrokenPipeError):  # the server has closed the socket; the next read reports this
         control.send(msgspec.msgpack.encode(message))
 
 

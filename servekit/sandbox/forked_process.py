@@ -38,15 +38,16 @@ EXIT_POLL_INTERVAL_S = 0.005
 MAX_OUTCOME_BYTES = 2**24
 MAX_ANSWER_BYTES = 2**16
 PIECE_BYTES = 2**18  # read or written at a time, so that the event loop is never held for long
-# Of a job in the slow lane: on a shared core it gets a tenth of the time of another process. Only in the same session:
-# the kernel may give each session an equal share, so all processes of a server are in one (docs/design/sandbox.md).
+# The niceness of a job in the slow lane: on a shared core it gets a tenth of the time of another process. This holds
+# only within a session, because the kernel may give each session an equal share. So all processes of a server are in
+# one session (docs/design/sandbox.md).
 NICENESS = 10
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what msgspec's decoders raise
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessLost(Exception):
-    """A sandbox process ended, or does not answer, and its job is not the cause."""
+    """A sandbox process ended or does not answer, and the cause is not its job."""
 
 
 class OutcomeTooLarge(Exception):
@@ -62,7 +63,7 @@ class ForkedProcess:
         self.fork_server = fork_server
 
     async def run(self, pieces: Sequence[bytes | bytearray]) -> Outcome:
-        """Run a job, which is encoded as these pieces.
+        """Run a job that is encoded as these pieces.
 
         Raises OutcomeTooLarge, EOFError or ConnectionError if the process exits, and ProcessLost if what it sends is
         not an outcome. Then it runs no other job.
@@ -96,7 +97,7 @@ class ForkedProcess:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process that forked it has ended, and so this one, too."""
+        """Whether the process that forked this one has ended; then this one has ended, too."""
         return self.fork_server.returncode is not None
 
     def cpu_s(self) -> float:
@@ -110,7 +111,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks the others. If it is lost, all of them are, and the next fork starts another one."""
+    """The process that forks the others. If it is lost, all of them are lost, and the next fork starts a new one."""
 
     def __init__(self, arguments: list[str], memory_bytes: int) -> None:
         self._arguments = [*arguments, "--memory-bytes", str(memory_bytes), "--parent-pid", str(os.getpid())]
@@ -142,9 +143,9 @@ class ForkServer:
             theirs.close()
 
     async def end(self, process: ForkedProcess, is_exiting: bool = False) -> int | None:
-        """Kill a process. Returns its exit code if it had exited by itself; None if not, or if it is gone.
+        """Kill a process. Returns its exit code if it had exited by itself, and otherwise None.
 
-        A process that has closed its channel is exiting. That takes a while; then its exit code gives the reason.
+        A process that has closed its channel is exiting. When it has exited, its exit code gives the reason.
         """
         process.channel.close()
         deadline_s = time.monotonic() + (EXIT_WAIT_S if is_exiting else 0.0)
@@ -222,7 +223,7 @@ class ForkServer:
         except (TimeoutError, OSError, EOFError, *UNDECODABLE) as error:
             raise ProcessLost(f"the process that forks sandbox processes failed: {type(error).__name__}") from None
         finally:
-            if not is_received:  # also when this task was cancelled: the next answer would be this request's
+            if not is_received:  # also if this task was cancelled, because the next answer would belong to this request
                 await self._drop()
 
     def _kill(self) -> None:

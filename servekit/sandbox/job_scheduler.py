@@ -19,7 +19,7 @@ from enum import Enum
 
 from servekit.shared_budget import SharedBudget
 
-HALF_LIFE_S = 10.0  # attained service counts half after this time
+HALF_LIFE_S = 10.0  # after this time, attained service counts half
 
 
 class Lane(Enum):
@@ -39,7 +39,7 @@ class JobTicket:
 
 @dataclass(slots=True)
 class _AttainedService:
-    """How long a tenant's jobs have had places, as it was at `counted_s`."""
+    """How long a tenant's jobs had had places at `counted_s`."""
 
     service_s: float = 0.0
     counted_s: float = 0.0
@@ -60,7 +60,7 @@ class JobScheduler:
         self._num_bytes = SharedBudget(max_bytes)  # of waiting and running jobs
         self._waiting: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}  # oldest first
         self._running: dict[Lane, dict[JobTicket, None]] = {lane: {} for lane in Lane}
-        self._attained: dict[str, _AttainedService] = {}  # by tenant; as many as the keys files have named
+        self._attained: dict[str, _AttainedService] = {}  # by tenant: each one that the keys files have ever had
 
     @property
     def num_waiting(self) -> int:
@@ -79,7 +79,7 @@ class JobScheduler:
         return self._num_waiting.has_room(tenant, 1) and self._num_bytes.has_room(tenant, num_bytes)
 
     def add(self, ticket: JobTicket) -> None:
-        """Add a job, which waits. Requires `has_room`."""
+        """Add a waiting job. Requires `has_room`."""
         self._num_bytes.take(ticket.tenant, ticket.num_bytes)
         self._wait(ticket)
 
@@ -99,13 +99,13 @@ class JobScheduler:
         return is_free and self._may_run_one_more(ticket.tenant, Lane.SLOW)
 
     def move_to_slow_lane(self, ticket: JobTicket, now_s: float) -> None:
-        """Let a running job go on in the slow lane, which has a place for it."""
+        """Continue a running job in the slow lane, which must have a place for it."""
         assert self.is_slow_place_free_for(ticket)
         self._stop_running(ticket, now_s)
         self._run(ticket, Lane.SLOW, now_s)
 
     def requeue_in_slow_lane(self, ticket: JobTicket, now_s: float) -> None:
-        """Take the place of a running job, which then waits for a place in the slow lane, to begin again."""
+        """Stop a running job: it waits for a place in the slow lane, and begins again there."""
         self._stop_running(ticket, now_s)
         ticket.lane, ticket.started_s = Lane.SLOW, None
         self._wait(ticket)
@@ -141,7 +141,7 @@ class JobScheduler:
         return None if tenant is None else tickets[tenant]
 
     def _may_run_one_more(self, tenant: str, lane: Lane) -> bool:
-        """One tenant never has all places of a lane."""
+        """Whether the tenant may have one more place: no tenant gets all places of a lane."""
         num_running = sum(each.tenant == tenant for each in self._running[lane])
         return num_running + 1 < self._places[lane]
 

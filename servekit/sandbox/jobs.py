@@ -63,7 +63,10 @@ class Fork(Struct, frozen=True, tag="fork"):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """Tell the exit code of a forked process. If it has not exited and `kill` is set, kill it. The answer is Ended."""
+    """Ask for the exit code of a forked process.
+
+    If it has not exited and `kill` is set, kill it. The answer is Ended.
+    """
 
     pid: int
     kill: bool

@@ -33,7 +33,7 @@ class OutcomeCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: dict[str, OrderedDict[bytes, _Entry]] = {}  # least recently used first
-        self._num_bytes: dict[str, int] = {}  # of the same tenants
+        self._num_bytes: dict[str, int] = {}  # bytes of each tenant's entries
 
     @property
     def num_bytes(self) -> int:

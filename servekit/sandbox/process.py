@@ -1,7 +1,7 @@
 """Run jobs with untrusted input of clients, in a forked process that the server may kill.
 
 Chat templates are programs, and grammars can be enormous. The server limits the processor time of each job, and the
-kernel limits the memory of this process. A job that exceeds either ends this process, and nothing else.
+kernel limits the memory of this process. A job that exceeds a limit ends only this process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from servekit.protocol.child_process import die_with_parent, limit_address_space
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.sandbox.jobs import Job, Outcome, Refused
 
-# Smaller than the worker's: a grammar that overflows a stack overflows this one, before the worker's.
+# Smaller than the worker's stack: a grammar that overflows a stack is detected here, before it reaches the worker.
 STACK_BYTES = 4 * 2**20
 
 Handlers = dict[type[Any], Callable[[Any], Outcome]]  # the function that runs each kind of job
