@@ -1,8 +1,8 @@
 """Learn how long answers become, and draw the length of an answer that has not ended.
 
-An answer that came to `max_tokens` would have become longer, so it says only that it did not end before. The share of
-answers that become longer than a length is estimated with both kinds: Kaplan and Meier, "Nonparametric Estimation from
-Incomplete Observations", 1958.
+An answer that was cut at `max_tokens` would have become longer. So it only shows that it did not end earlier. The share
+of answers that become longer than a length is estimated with both kinds: Kaplan and Meier, "Nonparametric Estimation
+from Incomplete Observations", 1958.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AnswerLengths:
         self._is_current = True
 
     def record(self, length: int, is_cut: bool) -> None:
-        """Learn from an answer that has ended: by itself, or cut by max_tokens."""
+        """Learn from an answer that has ended by itself or at max_tokens."""
         self._recent.append((length, is_cut))
         self._is_current = False
 
@@ -38,14 +38,14 @@ class AnswerLengths:
 
     @property
     def mean(self) -> float:
-        """The mean length of recent answers, as they were cut."""
+        """The mean length of recent answers, including those that were cut."""
         return sum(length for length, _ in self._recent) / len(self._recent) if self._recent else UNKNOWN_LENGTH
 
     def draw(self, num_made: int, max_tokens: int, share: float) -> int:
-        """Return the length that this share of answers with `num_made` tokens or more that go on does not exceed.
+        """Draw the length of an answer that has `num_made` tokens and continues: a quantile of recent longer answers.
 
-        It is at least one token more, and at most `max_tokens`. `share` is from 0 to 1: with random shares, lengths are
-        distributed like those of recent answers.
+        The length is at least one token more, and at most `max_tokens`. `share` is the quantile, from 0 to 1. With
+        random shares, lengths are distributed like those of recent answers.
         """
         if not self._is_current:
             self._update()
@@ -53,7 +53,7 @@ class AnswerLengths:
         index = bisect_right(lengths, num_made)
         alive = longer[index - 1] if index else 1.0
         if not self._recent or (alive <= 0.0 and index == len(lengths)):
-            # Nothing is known of such answers: a constant chance to end with each token.
+            # There are no answers of such lengths, so assume a constant chance to end with each token.
             return min(max_tokens, num_made + max(1, ceil(-log(max(1e-9, 1.0 - share)) * self.mean)))
         wanted = alive * (1.0 - share)
         while index < len(lengths) and longer[index] > wanted:

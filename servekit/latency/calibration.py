@@ -12,7 +12,7 @@ from math import ceil, exp, log
 
 from msgspec import Struct
 
-BAND_SHARE = 0.8  # of the outcomes that are to be in the band
+BAND_SHARE = 0.8  # share of outcomes that should be in the band
 NORMAL_SCORE = 1.2816  # the ninetieth percentile of a standard normal distribution
 
 
@@ -28,8 +28,8 @@ class Calibration:
     """Scores of recent predictions."""
 
     NUM_REMEMBERED = 256
-    MIN_SCORES = 20  # with fewer, errors are taken to be normal
-    MIN_S = 1e-4  # shorter durations are as good as none
+    MIN_SCORES = 20  # with fewer, errors are assumed to be normally distributed
+    MIN_S = 1e-4  # shorter durations count as this
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.NUM_REMEMBERED)
@@ -54,7 +54,7 @@ class Calibration:
 
     def _update(self) -> None:
         scores = sorted(self._recent)
-        # The next outcome is as likely to be between any two of these, below all, or above all.
+        # The next outcome is equally likely to be between any two of these, below all, or above all.
         rank = ceil((len(scores) + 1) * (1.0 + BAND_SHARE) / 2.0)
         index = min(rank, len(scores)) - 1
         self._low, self._middle, self._high = scores[-1 - index], scores[len(scores) // 2], scores[index]

@@ -33,10 +33,10 @@ class StepWork(Struct, frozen=True, gc=False):
     """What a step computes. Its fields belong to TERMS, but for the first one, which each step has once."""
 
     num_prefill_tokens: int
-    num_prefill_pairs: float  # of a prompt token and a token that it attends to
+    num_prefill_pairs: float  # pairs of a prompt token and a token that it attends to
     num_decode_tokens: int  # one for each sequence, and one more for each draft
-    num_kv_tokens: int  # that decodes attend to
-    num_resumes: int = 0  # 1 if the worker was idle before: threads sleep then, and caches hold something else
+    num_kv_tokens: int  # tokens that decodes attend to
+    num_resumes: int = 0  # 1 if the worker was idle before: its threads slept, and its caches have other data
 
     @staticmethod
     def of(plan: StepPlan, idle_s: float = 0.0) -> StepWork:
@@ -68,19 +68,19 @@ class StepWork(Struct, frozen=True, gc=False):
 class LatencyModel:
     """The fitted times of one worker. It adapts when the worker is replaced by a faster or slower one."""
 
-    DECAY = 0.998  # of the weight of a step, once another one has followed: half after 350 steps
-    ERROR_DECAY = 0.98  # the same for the mean error, which so follows a change within some 50 steps
-    SLOWDOWN_DECAY = 0.995  # and for the slowdown: one step that was held up must not show
+    DECAY = 0.998  # factor for the weight of a step with each later step: half after 350 steps
+    ERROR_DECAY = 0.98  # the same for the mean error, which thus follows a change within some 50 steps
+    SLOWDOWN_DECAY = 0.995  # and for the slowdown, so that one delayed step has little effect
     LEVEL_DECAY = 0.8  # and for the mean error of the last steps
-    NOISE_SHARE = (1.0 - LEVEL_DECAY) / (1.0 + LEVEL_DECAY)  # of the variance of one error, in that of such a mean
-    AGREEMENT_DECAY = 0.998  # and for how far neighbours agree
-    DRIFT_FADES = 0.97  # what is left of the drift one step further ahead: half after 23 steps
+    NOISE_SHARE = (1.0 - LEVEL_DECAY) / (1.0 + LEVEL_DECAY)  # variance of such a mean, divided by that of one error
+    AGREEMENT_DECAY = 0.998  # and for the correlation of neighbouring steps
+    DRIFT_FADES = 0.97  # part of the drift that is left one step later: half after 23 steps
     MIN_SCALE = 0.02  # errors of 2 % are noise on every machine
-    HUBER_RATIO = 3.0  # an error above so many mean errors loses weight
-    MIN_S = 1e-7  # what a step takes at least: logarithms are taken
-    MAX_RATIO = 5.0  # a step that took longer than this, compared with what was expected, counts as that
-    RIDGE = 1e-4  # decides between terms that could not be told apart so far: for the time of each step
-    STEPS_PER_SOLUTION = 16  # to solve takes some 60 µs
+    HUBER_RATIO = 3.0  # an error larger than this many mean errors gets less weight
+    MIN_S = 1e-7  # shortest time of a step, because logarithms are taken
+    MAX_RATIO = 5.0  # upper bound of measured time divided by expected time
+    RIDGE = 1e-4  # decides between terms that the data cannot separate yet, for the time of each step
+    STEPS_PER_SOLUTION = 16  # solving takes some 60 µs
 
     def __init__(self) -> None:
         self.coefficients_s = (0.0,) * len(TERMS)
@@ -104,7 +104,7 @@ class LatencyModel:
         """Learn from a step that took `seconds`. Takes about 6 µs, and each sixteenth time ten times as long."""
         seconds = max(seconds, self.MIN_S)
         amounts = work.amounts()
-        # The first errors are those of a model that knows nothing.
+        # The first errors are those of a model without data.
         share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
         error = min(abs(seconds / (self.seconds_of(work, 0) or seconds) - 1.0), self.MAX_RATIO - 1.0)
         self.follow(work, seconds)
@@ -116,17 +116,20 @@ class LatencyModel:
         self._add(amounts, expected_s, seconds, min(1.0, limit / error) if error else 1.0)
         self._fit_error += share * (error - self._fit_error)
         self.num_steps += 1
-        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, it is the six times that are wrong
+        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, the six times themselves are wrong
             share = max(1.0 - self.SLOWDOWN_DECAY, 1.0 / (1.0 + self.num_steps - self.STEPS_PER_SOLUTION))
             self.slowdown += share * (ratio - self.slowdown)
         if self.num_steps < self.STEPS_PER_SOLUTION or self.num_steps % self.STEPS_PER_SOLUTION == 0:
             self._solve()
 
     def follow(self, work: StepWork, seconds: float) -> None:
-        """Learn how fast the worker is now, from a step that took `seconds`, and nothing about kinds of work."""
+        """Learn from a step that took `seconds` how fast the worker is now.
+
+        The times of kinds of work do not change.
+        """
         seconds = max(seconds, self.MIN_S)
         expected_s = self.seconds_of(work) or seconds
-        # One step that was held up must not show. Many in sequence make errors large, and then their limit.
+        # One delayed step must have little effect. Many in a row make the mean error large, and with it the limit.
         limit = self.HUBER_RATIO * max(self.relative_error, self.MIN_SCALE)
         if self.num_steps > self.STEPS_PER_SOLUTION:
             error = min(max(log(seconds / expected_s), self._level - limit), self._level + limit)
@@ -189,7 +192,7 @@ class LatencyModel:
         wanted /= scales
         products[np.arange(1, len(TERMS)), np.arange(1, len(TERMS))] += self.RIDGE
         kept = [index for index in range(len(TERMS)) if self._products[index][index]]
-        while True:  # a single time is never negative: all work and all durations are positive
+        while True:  # ends: a single time is never negative, because all work and all durations are positive
             solution = np.linalg.solve(products[np.ix_(kept, kept)], wanted[kept])
             if (solution >= 0.0).all():
                 break

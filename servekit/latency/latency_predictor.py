@@ -1,7 +1,7 @@
 """Predict the first token and the end of a sequence, and how long a new one would wait.
 
 A `LatencyPredictor` watches one workload manager: a live one, one in virtual time, or one that is replayed from a
-journal. It learns step times, lengths of answers, and how far its own predictions were off.
+journal. It learns step times, lengths of answers, and the errors of its own predictions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _InFlight(Struct, frozen=True, gc=False):
     step_id: int
     planned_s: float
     work: StepWork
-    has_loads: bool  # of KV blocks: how long these take says nothing of other steps
+    has_loads: bool  # whether KV blocks are loaded: such times say nothing about other steps
 
 
 class LatencyPredictor(ReplayWatcher):
@@ -55,10 +55,10 @@ class LatencyPredictor(ReplayWatcher):
     `planned` and `committed` are called after each plan and each commit, as by a replay.
     """
 
-    NUM_ROLLS = 5  # with different lengths of answers; the median counts, and their spread
+    NUM_ROLLS = 5  # simulations with different lengths of answers; their median and spread are used
 
     def __init__(self, *, learns: bool = True) -> None:
-        """Without `learns`, it uses what it has taken over, and learns only how fast the worker is at the moment."""
+        """Without `learns`, it uses what it has taken over, and learns only the present speed of the worker."""
         self.model = LatencyModel()
         self.lengths = AnswerLengths()
         self.calibration = Calibration()
@@ -69,7 +69,7 @@ class LatencyPredictor(ReplayWatcher):
         self._last_done_s = 0.0
 
     def take_over(self, other: LatencyPredictor) -> None:
-        """Begin with what another one has learned. What either learns afterwards, both have."""
+        """Begin with what another predictor has learned. After that, both share what they learn."""
         self.model, self.lengths, self.calibration = other.model, other.lengths, other.calibration
         self.waiting_time = other.waiting_time
 
@@ -88,7 +88,7 @@ class LatencyPredictor(ReplayWatcher):
         if len(in_flight) > manager.num_in_flight:
             step = in_flight.popleft()
             if len(in_flight) == manager.num_in_flight:
-                # From when the worker could begin with it: when it was sent, or when the step before it was done.
+                # The time at which the worker could begin: when the step was sent, or when the step before it was done.
                 seconds = now_s - max(step.planned_s, self._last_done_s)
                 if not step.has_loads:
                     learn = self.model.observe if self.learns else self.model.follow
@@ -111,7 +111,7 @@ class LatencyPredictor(ReplayWatcher):
             self.calibration.observe(prediction.raw_s, prediction.spread, measured_s)
 
     def ended(self, prediction: Prediction, last_token_s: float) -> None:
-        """Note when the last token of a sequence came whose prediction may have its end."""
+        """Note when the last token of a sequence came, if its end was predicted."""
         if prediction.end_s is not None:
             self.quality.end(prediction.end_s, last_token_s - prediction.predicted_s)
 
@@ -122,8 +122,8 @@ class LatencyPredictor(ReplayWatcher):
     ) -> Prediction | None:
         """Predict the first token of a sequence that waits, or runs without one; None if `max_steps` are too few.
 
-        With `to_end`, its last token, too. It takes as long as to save and restore the manager, and to plan and commit
-        so many steps, each `NUM_ROLLS` times. None, too, before a step was measured.
+        With `to_end`, its last token, too. This takes as long as saving and restoring the manager, and planning and
+        committing so many steps, each `NUM_ROLLS` times. None, too, before a step was measured.
         """
         rolling = self.predict_in_slices(manager, sequence_id, now_s, max_steps, to_end=to_end)
         while True:
@@ -136,7 +136,7 @@ class LatencyPredictor(ReplayWatcher):
     def predict_in_slices(
         self, manager: WorkloadManager, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool = False
     ) -> Generator[None, None, Prediction | None]:
-        """Like `predict`, as a generator that returns the prediction. Others may run wherever it yields."""
+        """Like `predict`, as a generator that returns the prediction. Other tasks may run wherever it yields."""
         if not self.model.is_known or manager.num_in_flight != len(self._in_flight):
             return None
         state, in_flight_s, idle_s = save_manager(manager), self._expected_ends(now_s), self._idle_s(now_s)
@@ -158,12 +158,12 @@ class LatencyPredictor(ReplayWatcher):
         return Prediction(sequence_id, now_s, band, raw_s, spread, end_s)
 
     def refresh_waiting_time(self, manager: WorkloadManager, now_s: float) -> Iterator[None]:
-        """Correct the prediction of waiting times. Others may run wherever it yields."""
+        """Correct the prediction of waiting times. Other tasks may run wherever it yields."""
         if manager.num_in_flight == len(self._in_flight):
             yield from self.waiting_time.refresh(manager, now_s, self._expected_ends(now_s))
 
     def _expected_ends(self, now_s: float) -> list[float]:
-        """When each step in flight is expected to be done. An overdue one is expected at once."""
+        """When each step in flight is expected to be done. An overdue step is expected immediately."""
         ends_s: list[float] = []
         done_s = self._last_done_s
         for num_ahead, step in enumerate(self._in_flight):
@@ -176,7 +176,7 @@ class LatencyPredictor(ReplayWatcher):
         return 0.0 if self._in_flight else now_s - self._last_done_s
 
     def _spread(self, seconds: list[float]) -> float:
-        """The standard deviation of the logarithm of a time: by the lengths of answers, and by the model's error."""
+        """The standard deviation of the logarithm of a time, from the lengths of answers and the model's error."""
         logs = [log(max(each, Calibration.MIN_S)) for each in seconds]
         mean = sum(logs) / len(logs)
         variance = sum((each - mean) ** 2 for each in logs) / (len(logs) - 1)

@@ -7,17 +7,17 @@ from statistics import median
 
 from servekit.latency.calibration import Band
 
-MIN_S = 1e-4  # errors of shorter durations say nothing
+MIN_S = 1e-4  # errors of shorter durations are meaningless
 
 
 class PredictionQuality:
-    """How far recent predictions of one replica were off, and how many outcomes were in their band."""
+    """Errors of recent predictions of one replica, and how many outcomes were in their band."""
 
     NUM_REMEMBERED = 256
 
     def __init__(self) -> None:
-        self.num_first_tokens = 0  # that came after they had been predicted
-        self.num_in_band = 0  # of these: in the band in which 80 % are to be
+        self.num_first_tokens = 0  # first tokens that came after a prediction
+        self.num_in_band = 0  # those of them in the band that should contain 80 %
         self._first_token_errors: deque[float] = deque(maxlen=self.NUM_REMEMBERED)
         self._end_errors: deque[float] = deque(maxlen=self.NUM_REMEMBERED)
 

@@ -1,9 +1,9 @@
 """Simulate the next steps of a copy of a workload manager, with step times of the latency model.
 
 The copy is a real WorkloadManager with the state of the one that serves, so it follows every rule of the scheduler:
-slots, blocks, chunks, prefixes in the cache, the policy, preemptions. What it cannot know is drawn: the lengths of
-answers that go on. Sequences that arrive later are not foreseen; under a policy that lets them overtake, they make the
-others later than predicted. Drafts are not foreseen either: each step gives a sequence one token.
+slots, blocks, chunks, prefixes in the cache, the policy, preemptions. Lengths of answers that have not ended are drawn
+at random. Later arrivals are not predicted; under a policy that lets them overtake, other sequences end later than
+predicted. Drafts are not predicted either: each step gives a sequence one token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RollForward:
         draw: int = 0,
         idle_s: float = 0.0,
     ) -> None:
-        """`in_flight_s` says when each step in flight is expected to be done. Each `draw` has other lengths.
+        """`in_flight_s` says when each step in flight is expected to be done. Each `draw` uses different lengths.
 
         `idle_s` is how long the worker has been idle, if nothing is in flight.
         """
@@ -58,7 +58,10 @@ class RollForward:
         return self._manager.num_waiting
 
     def step(self) -> bool:
-        """Play until the next step is done. Takes as long as to plan and commit it. False if there is no work left."""
+        """Simulate until the next step is done.
+
+        Takes as long as planning and committing it. False if no work is left.
+        """
         manager = self._manager
         manager.expire(self.now_s)
         while (plan := manager.plan(self.now_s)) is not None:

@@ -1,9 +1,10 @@
-"""Predict how long a new sequence would wait, in constant time: many requests may come at once.
+"""Predict how long a new sequence would wait. Takes constant time, because many requests may come at once.
 
-In the steady state of a full replica, each of its B running sequences takes as many steps as its answer has tokens, and
-its prompt. So one sequence ends, and another one starts, every (steps of an answer + B prompts) / B. The sequences
-before a new one start one after the other. What this leaves out (the policy, prefixes, a start with empty slots) is in
-`correction`: the ratio of what a roll forward of the real manager shows to what the formula says.
+In the steady state of a full replica, each of its B running sequences takes the time of its prompt, and a step for each
+token of its answer. So one sequence ends, and another one starts, every (steps of an answer + B prompts) / B. The
+sequences before a new one start one after the other. The formula leaves out the policy, prefixes, and a start with
+empty slots. `correction` makes up for these: it is the waiting time in a simulation with a copy of the real manager,
+divided by the result of the formula.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from servekit.scheduler.workload_manager import WorkloadManager
 class WaitingTime:
     """Predicts the waiting time for one workload manager."""
 
-    MAX_STEPS = 500  # that are played at a time
-    MAX_SEQUENCES = 256  # of a manager that is played: to save and restore them takes about 4 ms
-    MIN_WAITING = 4  # fewer show no rate
-    MAX_NUM_BLOCKS = 2**15  # of such a manager, and
-    MAX_QUEUED_TOKENS = 2**18  # of its prompts: they are copied, too
+    MAX_STEPS = 500  # simulated at a time
+    MAX_SEQUENCES = 256  # of a manager that is simulated: saving and restoring so many takes about 4 ms
+    MIN_WAITING = 4  # fewer do not show a rate
+    MAX_NUM_BLOCKS = 2**15  # of a manager that is simulated
+    MAX_QUEUED_TOKENS = 2**18  # of its prompts, which are copied, too
     MAX_CORRECTION = 4.0
 
     def __init__(self, model: LatencyModel, lengths: AnswerLengths) -> None:
@@ -35,7 +36,7 @@ class WaitingTime:
     def seconds(self, manager: WorkloadManager, num_ahead: int) -> float:
         """Return how long a sequence waits until it starts, with so many waiting before it.
 
-        0 until a step was measured and an answer has ended: what is not known is no reason to refuse requests.
+        Returns 0 until a step was measured and an answer has ended, because requests are not refused for unknown times.
         """
         return self.correction * self._uncorrected_s(manager, num_ahead)
 
@@ -49,13 +50,13 @@ class WaitingTime:
             missing_share -= manager.num_cached_tokens / manager.num_prompt_tokens
         num_missing = missing_share * prompt_length
         num_fitting = config.num_blocks * config.block_size / max(1.0, prompt_length + length)
-        # What waits may be longer than what runs, which then shows how many fit.
+        # If waiting sequences are longer than running ones, the running ones show how many fit.
         num_slots = max(1, manager.num_running, min(config.max_num_seqs, int(num_fitting)))
         num_before = num_ahead + 1 - (num_slots - manager.num_running)  # that must start, each when another one ends
         num_kv_tokens = int(num_slots * (prompt_length + 0.5 * length))
         decode_s = self._model.seconds_of(StepWork(0, 0.0, num_slots, num_kv_tokens))
         nothing_s = self._model.seconds_of(StepWork(0, 0.0, 0, 0))
-        # Prompts are computed together with decodes: they add to steps that are there anyway.
+        # Prompts are computed together with decodes, so they only make existing steps longer.
         prompt_s = self._model.seconds_of(StepWork(int(num_missing), 0.5 * num_missing**2, 0, 0)) - nothing_s
         of_slots_s = max(0, num_before) * (length * decode_s / num_slots + prompt_s)
         num_steps = manager.num_prefill_tokens / config.max_num_batched_tokens
@@ -65,7 +66,7 @@ class WaitingTime:
         return max(of_slots_s, share_ahead * rest_s)
 
     def may_play(self, manager: WorkloadManager) -> bool:
-        """Whether a copy of a manager is made in so little time that the event loop may wait for it."""
+        """Whether copying a manager takes so little time that the event loop may wait for it."""
         return (
             manager.num_waiting + manager.num_running <= self.MAX_SEQUENCES
             and manager.config.num_blocks <= self.MAX_NUM_BLOCKS
@@ -73,13 +74,13 @@ class WaitingTime:
         )
 
     def refresh(self, manager: WorkloadManager, now_s: float, in_flight_s: list[float]) -> Iterator[None]:
-        """Correct the formula by playing a copy of the manager until all that wait have started.
+        """Correct the formula: simulate with a copy of the manager until all waiting sequences have started.
 
         Others may run wherever it yields: after each step.
         """
         num_waiting = manager.num_waiting
         if not self.may_play(manager) or num_waiting < self.MIN_WAITING or not self._model.is_known:
-            self.correction += 0.1 * (1.0 - self.correction)  # what was learned from another line fades
+            self.correction += 0.1 * (1.0 - self.correction)  # what was learned from an earlier queue fades
             return
         expected_s = self._uncorrected_s(manager, num_waiting - 1)
         state = save_manager(manager)
@@ -89,7 +90,7 @@ class WaitingTime:
             yield
         num_started = num_waiting - roll.num_waiting
         if num_started >= self.MIN_WAITING and expected_s > 0.0:
-            # As long as each of them took, the whole line takes.
+            # On average, each other waiting sequence takes as long as these.
             ratio = (roll.now_s - now_s) * num_waiting / num_started / expected_s
             ratio = min(self.MAX_CORRECTION, max(1.0 / self.MAX_CORRECTION, ratio))
             self.correction += 0.5 * (ratio - self.correction)
