@@ -18,7 +18,7 @@ from workers.attention.interface import AttentionMetadata
 from workers.device.transfer import to_device
 
 Indices = NDArray[np.int64]
-MIN_TEMPERATURE = 1e-5  # dividing by less overflows; the result is the greedy one anyway
+MIN_TEMPERATURE = 1e-5  # dividing by less overflows; at this temperature the result is greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsChunk:
-    """A chunk whose logits predict prompt tokens whose logprobs are asked for: `num_tokens` positions from `start`."""
+    """A chunk that computes logprobs of prompt tokens: `num_tokens` positions from `start`."""
 
     index: int  # of the chunk, in the plan
-    first: int  # index into the step's flat tokens of the logits that predict position `start`
+    first: int  # index, in the step's flat tokens, of the logits that predict position `start`
     slot: int
     start: int
     num_tokens: int
-    num_top: int  # how many of the most probable tokens are wanted with each
+    num_top: int  # number of most probable tokens that are wanted for each position
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Batch:
     slots: Indices  # [num_sequences] on the host: the slot of each sequence of `attention`
     # [num_tokens] on the host: the place of each token's LoRA adapter in memory, or NO_ADAPTER; None if none has one.
     adapter_places: Indices | None = None
-    adapter_failures: dict[int, str] = field(default_factory=dict)  # by slot: why its adapter cannot be used
+    adapter_failures: dict[int, str] = field(default_factory=dict)  # by slot: the reason why its adapter cannot be used
 
 
 class SlotTable:
@@ -101,7 +101,7 @@ class SlotTable:
         self.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """Give the slot to a new sequence; no state of the former one remains."""
+        """Give the slot to a new sequence, and clear all state of the former one."""
         self.slot_assignments[assignment.slot] = assignment
         self.num_blocks[assignment.slot] = 0
 
@@ -130,12 +130,12 @@ class SlotTable:
         self.num_blocks[chunk.slot] += len(chunk.new_block_ids)
 
     def sampling_row(self, chunk: ScheduledChunk, num_behind: int = 0) -> SamplingRow:
-        """Return how logits of the chunk are sampled: its last position's, or those before `num_behind` drafts."""
+        """Return how logits of the chunk are sampled: of its last position, or of those before `num_behind` drafts."""
         assignment, position = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens - num_behind
         return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
 
     def prompt_logprobs_chunk(self, index: int, first: int, chunk: ScheduledChunk) -> PromptLogprobsChunk | None:
-        """Return which prompt tokens the chunk's logits predict; None where no logprobs of them are asked for.
+        """Return which prompt tokens the chunk's logits predict; None if no logprobs of them are wanted.
 
         `index` is the chunk's place in the plan, `first` that of its first token in the flat step.
         """
@@ -163,12 +163,12 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     num_queries = np.array([chunk.num_tokens for chunk in plan.chunks])
     num_keys, ends = begins + num_queries, num_queries.cumsum()
     first = ends - num_queries  # where each chunk begins in the flat step
-    # From here on, of each token of the flat step.
+    # From here on, arrays have one element for each token of the flat step.
     positions = np.arange(ends[-1]) + (begins - first).repeat(num_queries)
     token_slots = slots.repeat(num_queries)
     blocks = table.block_tables[token_slots, positions // block_size]
     width = -(-int(num_keys.max()) // block_size)
-    # Of each sampled row: its chunk, and how many rows of that chunk are behind it.
+    # For each sampled row: its chunk, and how many rows of that chunk come after it.
     sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
     num_behind = [0] * len(sampled)
     if len(positions) > len(plan.chunks) and any(chunk.num_drafts for chunk in plan.chunks):

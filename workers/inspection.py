@@ -1,7 +1,7 @@
 """Collect the facts that `servekit doctor` needs from a worker's Python: torch, C kernels, GPUs, a model's files.
 
-No weights are read, and nothing of the model is computed. The C kernels are loaded, and compiled if they have to be, as
-at the start of a worker: only that shows that the compiler and the cache folder can be used.
+No weights are read, and nothing of the model is computed. The C kernels are loaded, and compiled if necessary, as at
+the start of a worker. Only this shows that the compiler and the cache folder can be used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUMBER_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def worker_facts(model: str | None) -> WorkerFacts:
-    """Look at this machine, and at the model in the directory `model`, unless it is None."""
+    """Collect facts of this machine, and of the model in the directory `model`, unless it is None."""
     return WorkerFacts(
         torch=_torch_facts(), kernels=_kernel_facts(), model=None if model is None else model_facts(Path(model))
     )
@@ -61,7 +61,7 @@ def _gpus() -> tuple[tuple[GpuFacts, ...], str | None]:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         found = [_gpu(index) for index in range(torch.cuda.device_count())]
-    except Exception as error:  # whatever the driver and torch make of a GPU that cannot be used
+    except Exception as error:  # the driver and torch raise various errors for a GPU that cannot be used
         return (), in_one_line(error)
     return tuple(found), None
 
@@ -105,13 +105,13 @@ def _kernel_facts() -> KernelFacts:
 
 
 def model_facts(path: Path) -> ModelFacts:
-    """Return what the files of a model's directory say; `problem` says why they cannot be served."""
+    """Return facts from the files of a model's directory; `problem` says why they cannot be served."""
     transformers_logging.set_verbosity_error()
     try:
         return _gguf_facts(path) if has_gguf(path) else _safetensors_facts(path)
     except ConfigError as error:
         return ModelFacts(problem=error.message)
-    except Exception as error:  # transformers and safetensors raise whatever they like for damaged files
+    except Exception as error:  # transformers and safetensors raise various errors for damaged files
         return ModelFacts(problem=f"the files of {path} cannot be read: {in_one_line(error)}")
 
 
@@ -150,7 +150,7 @@ def _safetensors_facts(path: Path) -> ModelFacts:
 
 
 def _config_facts(path: Path, files: list[Path], num_tensors: int) -> dict[str, Any]:
-    """Return what config.json tells of the model. Raises ConfigError for one that cannot be served."""
+    """Return facts from the model's config.json. Raises ConfigError for a model that cannot be served."""
     config = read_config(path)
     check_is_decoder(config)
     text = config.get_text_config()

@@ -47,13 +47,13 @@ log = logging.getLogger("servekit.worker")
 # shortest steps; a plan waits only while the device is busy. Each poll takes 35 us of a processor, the sleep included:
 # 12 % of a core in all. Waiting for CUDA's event would spin on a whole core.
 POLL_S = 0.0002
-NVIDIA_DRIVER = Path("/dev/nvidiactl")  # exists with the driver; torch knows more, but takes seconds to import
+NVIDIA_DRIVER = Path("/dev/nvidiactl")  # exists if the driver is loaded; asking torch would take seconds for its import
 
 
 class ModelWorker(WorkerLoop):
     """One process, one device, one model or one rank's part of it.
 
-    It holds no state that the manager could not have computed again.
+    All of its state can be computed again by the manager's plans.
     """
 
     def __init__(self, tasks: MessageReceiver[ToWorker], results: MessageSender[FromWorker]) -> None:
@@ -74,10 +74,10 @@ class ModelWorker(WorkerLoop):
             self.send(self._handle(message))
 
     def receive(self) -> ToWorker:
-        """Wait for a message, and meanwhile answer the steps that are complete.
+        """Wait for a message, and answer steps that become complete in the meantime.
 
         A message goes before answers, because the device may be idle. Steps are polled: if the worker waited for a
-        step, it could not launch the next plan meanwhile, and the device would begin it late.
+        step, it could not launch the next plan during this time, and the device would begin it late.
         """
         while self._in_flight and not self.tasks.has_message():
             if self._in_flight[0].is_done():
@@ -87,7 +87,7 @@ class ModelWorker(WorkerLoop):
         return self.tasks.receive()
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launch a step; where the device has no queue of its own, the step is complete then."""
+        """Launch a step. If the device has no queue of its own, the step is complete afterwards."""
         assert self._runner is not None, "a step before the model was loaded"
         self._in_flight.append(self._begin(plan, self._runner))
         if not self._runner.runs_ahead:

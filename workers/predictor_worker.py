@@ -15,7 +15,7 @@ from workers.worker_loop import WorkerLoop
 
 
 class PredictorWorker(WorkerLoop):
-    """One process, one device, one model. Between batches it holds nothing but the model."""
+    """One process, one device, one model. Between batches its only state is the model."""
 
     def __init__(self, tasks: MessageReceiver[ToWorker], results: MessageSender[FromWorker]) -> None:
         super().__init__(tasks, results)

@@ -1,4 +1,4 @@
-"""Run a worker's main loop: receive a message, execute it, send the answer, and meanwhile send heartbeats."""
+"""Run a worker's main loop: receive a message, execute it, send the answer; a thread sends heartbeats."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Plan batches for one worker, and commit their results. The verbs are those of the workload manager.
+"""Plan batches for one worker, and commit their results. It has the same methods as the workload manager.
 
 A batch is planned when the worker is idle and either the batch is full, or the first item has waited for the maximum
 delay. While a batch runs, another one is planned after it only if that one is full: a batch that could still grow is
 better planned when the worker is free.
 
 An item takes as many tokens of a batch as its padded length. A batch takes items in the order of their turns, and ends
-before the first one that does not fit. To let shorter ones overtake it would fill batches better by half an item on
-average, and the overtaken item would need a rule of its own that bounds its wait.
+before the first one that does not fit. Letting shorter ones overtake it would fill batches better by half an item on
+average, but it would need a rule that bounds the wait of the overtaken item.
 
 When a worker is lost, the items that it had are computed again. An item that was with two lost workers is a suspect: it
-is computed alone. If it loses a third worker, it fails, and no other item with it.
+is computed alone. If a third worker is lost, only this item fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BatchLimits(Struct, frozen=True):
 class Batch(Struct, frozen=True):
     """Items that are computed together."""
 
-    epoch: int  # which worker this is meant for
+    epoch: int  # identifies the worker that it is for
     batch_id: int
     items: tuple[Item, ...]
 
@@ -56,25 +56,25 @@ class DynamicBatcher:
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self.epoch = 0
-        self.num_waiting = 0  # suspects included
+        self.num_waiting = 0  # including suspects
         self.num_waiting_tokens = 0
-        self.num_stale_results = 0  # that were repeated, or came from a worker that was lost before
+        self.num_stale_results = 0  # results that were repeated, or came from a worker that was lost before
         self._queue = FairQueue()
         self._suspects: deque[Item] = deque()
         self._in_flight: dict[int, Batch] = {}  # by batch id, the oldest first
         self._next_batch_id = 0
-        self._waiting_since_s = inf  # from when on the delay counts; -inf if it is over
-        self._deadlines: list[tuple[float, int, Item]] = []  # a heap; items that have ended are swept out later
+        self._waiting_since_s = inf  # when the delay began; -inf if it is over
+        self._deadlines: list[tuple[float, int, Item]] = []  # a heap; items that have ended are removed later
         self._num_ended_deadlines = 0
 
     @property
     def num_in_flight(self) -> int:
-        """Batches that were planned, and neither committed nor lost."""
+        """Batches that were planned and are not committed or lost yet."""
         return len(self._in_flight)
 
     @property
     def num_suspects(self) -> int:
-        """Items that wait to be computed alone, because workers were lost that had them."""
+        """Items that wait to be computed alone, because workers that had them were lost."""
         return sum(item.is_alive for item in self._suspects)
 
     @property
@@ -84,14 +84,14 @@ class DynamicBatcher:
     def num_served(self, tenant: str) -> int:
         """Tokens of batches that were planned for a tenant, raised to those of others where it had nothing waiting.
 
-        A suspect comes before its turn, and counts no further: it was counted with each worker that was lost.
+        A suspect comes before its turn and is not counted again, because it was counted for each worker that was lost.
         """
         return self._queue.num_served(tenant)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def add(self, item: Item) -> None:
-        """Let an item wait."""
+        """Add a waiting item."""
         assert item.status is ItemStatus.WAITING
         self._queue.push(item)
         self._count_waiting(item)
@@ -100,7 +100,7 @@ class DynamicBatcher:
             heappush(self._deadlines, (item.deadline_s, item.item_id, item))
 
     def plan(self, now_s: float) -> Batch | None:
-        """Return the next batch for the worker; None if there is none yet. `next_plan_s` tells when there may be."""
+        """Return the next batch for the worker; None if there is none yet: see `next_plan_s`."""
         if not self._may_plan(now_s):
             return None
         suspect = self._take_suspect()
@@ -111,19 +111,19 @@ class DynamicBatcher:
         batch = Batch(self.epoch, self._next_batch_id, tuple(items))
         self._in_flight[batch.batch_id] = batch
         self._next_batch_id += 1
-        self._waiting_since_s = -inf if self.num_waiting else inf  # what is left had its delay
+        self._waiting_since_s = -inf if self.num_waiting else inf  # the remaining items have waited long enough
         return batch
 
     def next_plan_s(self) -> float:
-        """When `plan` may return a batch although nothing else happens; NEVER if it will not."""
+        """When `plan` may return a batch if nothing else happens; NEVER if it will not."""
         if self._in_flight or not self.num_waiting:
             return NEVER
         return self._waiting_since_s + self.limits.max_delay_s
 
     def commit(self, epoch: int, batch_id: int) -> list[tuple[int, Item]]:
-        """End a batch whose results have come; return its items that are still wanted, with their place in it.
+        """End a batch whose results have come; return its items that have not ended, with their place in it.
 
-        A result that is repeated, or of a worker that was lost before, ends nothing.
+        A repeated result, or one from a worker that was lost before, is ignored.
         """
         batch = self._in_flight.pop(batch_id, None) if epoch == self.epoch else None
         if batch is None:
@@ -161,7 +161,7 @@ class DynamicBatcher:
         return expired
 
     def restart(self) -> list[Item]:
-        """Forget the worker, which was lost: what it had waits again. Returns the items that must fail; they ended."""
+        """Handle the loss of the worker: its items wait again. Returns the items that must fail; they have ended."""
         self.epoch += 1
         failed = []
         for batch in self._in_flight.values():
@@ -222,7 +222,7 @@ class DynamicBatcher:
             if items and (num_tokens > limits.max_batch_tokens or num_bytes > limits.max_batch_bytes):
                 break
             self._queue.pop(item)
-            self._queue.charge(item)  # now, so that tenants take turns within the batch, too
+            self._queue.charge(item)  # charged now, so that tenants take turns within the batch, too
             items.append(item)
         return items
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from servekit.protocol.prediction import padded_length
 
 NEVER = inf  # the deadline of items without one
-PRIORITY_LEVEL_S = 10.0  # a priority level is worth that much waiting, and no more: ageing, without a clock
+PRIORITY_LEVEL_S = 10.0  # one priority level equals this much waiting time: ageing without a clock
 
 
 class ItemStatus(Enum):
@@ -36,7 +36,7 @@ class Item(Struct, eq=False):
 
     @property
     def cost(self) -> int:
-        """Tokens that the item takes of a batch, with its padding."""
+        """Tokens that the item takes in a batch, with its padding."""
         return padded_length(self.length)
 
     @property

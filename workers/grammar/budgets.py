@@ -1,4 +1,7 @@
-"""Limit the processor time that grammars cost a request, and count that of each tenant. Pure: times are arguments."""
+"""Limit the processor time that grammars of a request may take, and count that of each tenant.
+
+Pure: times are arguments.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ HALF_LIFE_S = 1.0  # of the processor time counted for a tenant
 # slow for a time. A schema of 100 nested properties takes 5 ms to compile.
 MAX_PIECE_S = 0.01
 SLOW_FOR_S = 60.0
-MAX_SKIPPED = 32  # steps
+MAX_SKIPPED = 32  # steps that do not wait for a tenant's masks
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class GroupBudget:
 
     @property
     def limit_s(self) -> float:
-        """The time that the tokens so far allow."""
+        """The time that is allowed for the tokens so far."""
         return BURST_S + TOKEN_S * self.num_tokens
 
     @property
@@ -39,7 +42,7 @@ class GroupBudget:
 
     @property
     def refusal(self) -> str:
-        """Why there is no further mask; empty while the budget holds."""
+        """Why no more masks are computed; empty while the budget lasts."""
         if self.used_s <= self.limit_s:
             return ""
         return (
@@ -66,10 +69,13 @@ class SlowTenants:
 
 
 class Lateness:
-    """For which tenants' masks a step waits. After waits that ended without a mask, 1, 2, 4, … steps do not wait."""
+    """Decides for which tenants' masks a step waits.
+
+    After waits that ended without a mask, 1, 2, 4, … steps do not wait.
+    """
 
     def __init__(self) -> None:
-        self._skipping: dict[str, tuple[int, int]] = {}  # of late tenants: steps still to skip, and to skip at first
+        self._skipping: dict[str, tuple[int, int]] = {}  # for late tenants: steps still to skip, and skipped in all
 
     def is_awaited(self, tenant: str) -> bool:
         """Return whether this step waits for the tenant's masks. Call it once for each step."""

@@ -17,9 +17,9 @@ class CompiledGrammar:
     root: LLMatcher | None = None  # a matcher before the first token, of which copies are made
     num_bytes: int = 0  # of `root` and of its copies
     num_masks: int = 0  # computed since it was compiled
-    mask_s: float = 0.0  # what a mask took lately
+    mask_s: float = 0.0  # recent time of a mask
     matchers: dict[int, LLMatcher] = field(default_factory=dict)  # by sequence
-    num_sequences: int = 0  # that may ask for masks
+    num_sequences: int = 0  # sequences that may ask for masks
 
 
 @dataclass(eq=False, slots=True)
@@ -27,21 +27,21 @@ class _Tenant:
     """The grammars of one tenant, by their texts."""
 
     grammars: dict[str, CompiledGrammar] = field(default_factory=dict)
-    compiled: OrderedDict[str, CompiledGrammar] = field(default_factory=OrderedDict)  # the one used last is the last
+    compiled: OrderedDict[str, CompiledGrammar] = field(default_factory=OrderedDict)  # most recently used last
     num_bytes: int = 0  # of all of them
 
 
 class GrammarCache:
     """The grammars that sequences follow, or that are compiled.
 
-    Each operation takes constant time, but `least_recent`, which looks at each tenant once.
+    Each operation takes constant time, except `least_recent`, which looks at each tenant once.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
 
     def acquire(self, tenant: str, text: str) -> CompiledGrammar:
-        """Return the tenant's grammar for one sequence more."""
+        """Return the tenant's grammar, and count one more sequence that uses it."""
         grammars = self._tenants.setdefault(tenant, _Tenant()).grammars
         grammar = grammars.get(text)
         if grammar is None:
@@ -50,12 +50,12 @@ class GrammarCache:
         return grammar
 
     def release(self, grammar: CompiledGrammar) -> None:
-        """Count one sequence less. The grammar stays while it is compiled."""
+        """Count one sequence less that uses the grammar. A compiled grammar stays in the cache."""
         grammar.num_sequences -= 1
         self._forget_if_unused(grammar)
 
     def use(self, grammar: CompiledGrammar, root: LLMatcher) -> None:
-        """Keep a compiled grammar, as the one that its tenant used last."""
+        """Note that a compiled grammar is the one that its tenant used last."""
         grammar.root = root
         compiled = self._tenants[grammar.tenant].compiled
         compiled[grammar.text] = grammar
@@ -76,7 +76,7 @@ class GrammarCache:
         self._forget_if_unused(grammar)
 
     def least_recent(self, kept: CompiledGrammar) -> CompiledGrammar | None:
-        """Return the least recently used grammar of the tenant whose grammars take most bytes; never `kept`."""
+        """Return the least recently used grammar of the tenant whose grammars take most bytes, but never `kept`."""
         oldest = [
             (tenant.num_bytes, grammar)
             for tenant in self._tenants.values()

@@ -1,7 +1,7 @@
 """Use the mask process from the worker: start it, ask for masks, notice its end.
 
-Nothing in here waits longer than its caller allows. A process that is lost, or does not answer, is replaced. The state
-of the new process is derived again from the token table.
+No function here waits longer than its caller allows. A process that is lost, or does not answer, is replaced. The state
+of the new process is derived from the token table.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Ma
 log = logging.getLogger("servekit.worker")
 
 START_TIMEOUT_S = 60.0  # for imports and a large tokenizer, on a busy machine
-ANSWER_TIMEOUT_S = 10.0  # without any answer, while one is due; a piece of work takes about ten milliseconds
-# The time between two checks of the process counts as this at most. When the container is paused, both processes are.
-# Then the time that has passed at the next check does not mean that the process is silent.
+ANSWER_TIMEOUT_S = 10.0  # without an answer while one is due; a piece of work takes about ten milliseconds
+# Longest time that counts between two checks of the process. When the container is paused, both processes are. In this
+# case the time that has passed at the next check does not mean that the process is silent.
 MAX_CHECK_INTERVAL_S = 1.0
 MAX_UNREAD_BYTES = 64 * 2**20  # of messages that the process has not read
-MAX_FAILED_STARTS = 3  # in succession; from then on, requests with grammars fail until a start succeeds
+MAX_FAILED_STARTS = 3  # in a row; after that, requests with grammars fail until a start succeeds
 MAX_START_DELAY_S = 30.0
 KILLED = -signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A process has ended. `sequence` is the one whose work it was doing; None if it was idle."""
+    """A process has ended. `sequence` is the sequence that it was working for; None if it was idle."""
 
     sequence: int | None
-    is_crash: bool  # False: it was killed, from outside or because it did not answer
+    is_crash: bool  # False: it was killed, by another program or because it did not answer
 
 
 class MaskProcess:
-    """One process at a time. `incarnation` counts them: a new process has none of the state of the one before it."""
+    """One process at a time. `incarnation` counts them, because a new process has no state of the one before it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MaskProcess:
         self._arguments += ["--for-slow-tenants"] if for_slow_tenants else []
         shape = (num_slots, 1 + max_drafts, mask_bytes(vocab_size) // 4)
         size = HEADER_BYTES + 4 * math.prod(shape)
-        # Not a file in /dev/shm: containers may have none, or one that is full.
+        # Not a file in /dev/shm, because containers may not have it, or it may be full.
         self._masks_fd = os.memfd_create("servekit-masks")
         os.ftruncate(self._masks_fd, size)
         weakref.finalize(self, os.close, self._masks_fd)
@@ -81,7 +81,7 @@ class MaskProcess:
         self._answers: MessageReceiver[FromMaskProcess]
         self._is_ready = False
         self._due: dict[int, int] = {}  # sequences whose masks are being computed, and the numbers of their last asks
-        self._silent_s = 0.0  # while an answer is due, up to the last check
+        self._silent_s = 0.0  # time without an answer while one is due, up to the last check
         self._checked_s = 0.0
         self._num_failed_starts = 0
         self._start_not_before_s = 0.0
@@ -214,7 +214,7 @@ class MaskProcess:
         process, self._process = self._process, None
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)  # its pipe is closed, so it is about to exit, and the exit code shows why
+            process.wait(0.1)  # its pipe is closed, so it will exit soon; the exit code shows why
         exit_code = process.poll()
         self._end()
         self._asks.close()

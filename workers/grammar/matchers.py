@@ -27,11 +27,11 @@ from workers.grammar.messages import Ask, AskMasks, Begin, Mask, num_common
 
 MAX_BYTES = 256 * 2**20  # of all grammars and matchers in a process
 MAX_GRAMMAR_BYTES = 128 * 2**20  # of one compiled grammar and its matchers
-TRIM_BYTES = 32 * 2**20  # freed at once, so much is returned to the system
+TRIM_BYTES = 32 * 2**20  # if at least this much is freed at once, memory is returned to the system
 SLICE_S = 0.002  # of work on one sequence, before another one is chosen; one mask or compilation is not divided
 # Shorter work cannot allocate more than some kilobytes. They are counted with the next piece of work that is measured.
 MEASURED_S = 20e-6
-# Tokens of a longer text that a grammar forces are not drafts: to find them takes 1 to 4 µs for each byte.
+# If a grammar forces a longer text, its tokens are not used as drafts: finding them takes 1 to 4 µs for each byte.
 MAX_FORCED_BYTES = 1024
 
 
@@ -46,7 +46,7 @@ class SequenceState:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     num_consumed: int = 0  # by the grammar's matcher of this sequence, if there is one
     ask: Ask | None = None  # the last one; None before the first
-    is_waiting: bool = False  # for the answer to it
+    is_waiting: bool = False  # whether the answer to it is due
     is_slow: bool = False  # another process follows it, because its tenant is slow
     is_masked: bool = False  # the mask of the next token is in the shared memory
     masked_drafts: tuple[int, ...] = ()  # and those after these drafts
@@ -54,7 +54,7 @@ class SequenceState:
 
     @property
     def expected_s(self) -> float:
-        """What the next piece of work takes, as far as is known; infinite where the grammar must be compiled first."""
+        """The expected time of the next piece of work; infinite if the grammar must be compiled first."""
         return float("inf") if self.grammar.root is None else self.grammar.mask_s
 
 
@@ -189,7 +189,8 @@ class GrammarMatchers:
         if used_s > MEASURED_S:
             self._measure(grammar)
             if grammar.num_bytes > self._max_grammar_bytes:
-                # It is made again, from the text and the tokens. If one mask alone needs that much, it does not help.
+                # The matcher is made again from the text and the tokens. This does not help if one mask alone needs
+                # that much.
                 if grammar.num_masks <= 1:
                     error = (
                         f"it takes {grammar.num_bytes:,} bytes to follow it; the limit is {self._max_grammar_bytes:,}: "
@@ -232,7 +233,7 @@ class GrammarMatchers:
 
         Returns whether the mask is there, and an error.
         """
-        if sequence.is_masked:  # what was dropped is not made again for drafts
+        if sequence.is_masked:  # a dropped matcher is not made again for drafts
             return True, ""
         root = grammar.root or matcher_for(grammar.text, self._tokenizer)
         is_new = grammar.root is None
@@ -247,7 +248,7 @@ class GrammarMatchers:
             sequence.num_consumed = 0
         token_ids = sequence.token_ids
         while sequence.num_consumed < len(token_ids):
-            # One by one: a matcher that has ended takes an end of sequence.
+            # Tokens are consumed one by one, because a matcher that has ended accepts an end of sequence.
             matcher.consume_token(token_ids[sequence.num_consumed])
             sequence.num_consumed += 1
             if not sequence.num_consumed % 16 and time.process_time() - self._used_s > SLICE_S:
@@ -283,11 +284,11 @@ class GrammarMatchers:
         drafts = ask.drafts[: self._max_drafts] or sequence.forced[: min(ask.num_forced, self._max_drafts)]
         num_masked, num_consumed = num_common(sequence.masked_drafts, drafts), 0
         while num_masked < len(drafts) and time.process_time() - self._used_s <= SLICE_S:
-            # A matcher that has stopped takes nothing but an end of sequence, which it cannot take back.
+            # A matcher that has stopped accepts only an end of sequence, which it cannot roll back.
             if matcher.is_stopped() or matcher.try_consume_tokens([drafts[num_consumed]]) != 1:
                 break
             num_consumed += 1
-            if num_consumed > num_masked:  # the worker may be reading the masks that are there already
+            if num_consumed > num_masked:  # the worker may be reading the masks that exist already
                 self._compute_mask(sequence, matcher, num_consumed)
                 if matcher.is_error():
                     break
@@ -297,7 +298,7 @@ class GrammarMatchers:
             self._drop_matcher(sequence)
 
     def _failure(self, grammar: CompiledGrammar, matcher: LLMatcher) -> str:
-        """Return why a matcher failed; empty if that may be due to what other answers left in the shared lexer."""
+        """Return why a matcher failed; empty if the cause may be what other answers left in the shared lexer."""
         error = matcher.get_error().split("\n")[0]
         if error.startswith("lexer error") and grammar.num_masks > 1:
             self._drop(grammar)
@@ -308,7 +309,10 @@ class GrammarMatchers:
 
     @contextmanager
     def _charging(self, tenant: str) -> Iterator[None]:
-        """Count the processor time of the block for the tenant. A request's own budget does not pay for it."""
+        """Count the processor time of the block for the tenant.
+
+        This does not count against the request's own budget.
+        """
         started_s = time.process_time()
         yield
         self._usage.charge(tenant, time.process_time() - started_s, self._clock())
@@ -330,7 +334,7 @@ class GrammarMatchers:
 
     @contextmanager
     def _freeing(self, tenant: str) -> Iterator[None]:
-        """Measure what the block frees, at the cost of the tenant. That may take half a millisecond."""
+        """Measure what the block frees, and count the time for the tenant: it may be half a millisecond."""
         before_bytes = self._measured_bytes
         with self._charging(tenant):
             yield
@@ -341,7 +345,8 @@ class GrammarMatchers:
     def _make_room(self, kept: CompiledGrammar) -> None:
         """Drop grammars until the rest is within bounds: of the tenant that holds most, the one not used for longest.
 
-        `kept` stays, which is within its own bound. The tenant that holds most at first is charged for all of it.
+        `kept` stays, because it is within its own bound. The tenant that holds most at the beginning is charged for all
+        of this.
         """
         while (excess_bytes := self.num_bytes - self._max_bytes) > 0:
             grammar = self._cache.least_recent(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 # The shared memory begins with the number of the sequence that is worked on, so that a crash can be attributed. The
-# masks follow. A slot has one, and where drafts are verified one more for each draft.
+# masks follow. A slot has one mask, and if drafts are verified, one more for each draft.
 HEADER_BYTES = 64
 
 
@@ -25,7 +25,7 @@ def num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 class Begin(Struct, frozen=True, array_like=True, gc=False):
-    """A sequence has the slot from here on; the state of the slot's earlier sequence is dropped."""
+    """Give the slot to a sequence; the state of the slot's earlier sequence is dropped."""
 
     sequence: int  # a number that the worker gives to no other sequence
     slot: int  # whose part of the shared memory is for its masks
@@ -38,7 +38,7 @@ class Ask(Struct, frozen=True, array_like=True, gc=False):
     """Compute the mask for the token after these, which follow the tokens of the sequence's earlier messages.
 
     Drafts are guesses at the tokens after these. A mask is also computed for the token after each draft, up to the
-    first draft that the grammar forbids. They are no part of the sequence: a later message has the accepted ones among
+    first draft that the grammar forbids. They are not part of the sequence: a later message has the accepted ones among
     its `token_ids`.
     """
 

@@ -25,11 +25,11 @@ from workers.grammar.budgets import MAX_PIECE_S
 from workers.grammar.matchers import MAX_BYTES, GrammarMatchers
 from workers.grammar.messages import HEADER_BYTES, AskMasks, FromMaskProcess, Mask, Masks, Ready, mask_bytes
 
-# Where processors are scarce, the model goes first, and slow grammars last.
+# Priorities: if processors are scarce, the model runs first, and slow grammars last.
 NICENESS = 5
 NICENESS_OF_SLOW = 10
 HELD_BACK_S = 0.0005  # answers are sent together, but none waits much longer than this
-POLL_INTERVAL_S = 0.0002  # between two looks for new messages while there is work
+POLL_INTERVAL_S = 0.0002  # between two checks for new messages while there is work
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     limit_address_space(4 * MAX_BYTES)
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # where the library would write parts of grammars
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # because the library writes parts of grammars there
     answers.send(Ready())
     with contextlib.suppress(EOFError, BrokenPipeError):
         shared = mmap.mmap(arguments.masks_fd, 0)
