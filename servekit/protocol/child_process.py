@@ -17,8 +17,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent exits for any reason. Exits if the parent is gone already.
 
-    EOF on a pipe reports the parent's exit as well, but only to a process that reads. A process that is stuck in a GPU
-    kernel would live on and keep its GPU.
+    EOF on a pipe also reports the parent's exit, but only to a process that reads. A process that is blocked in a GPU
+    kernel would continue to run and keep its GPU.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

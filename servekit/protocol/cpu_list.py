@@ -9,7 +9,7 @@ _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")  # Linux has 8,192 cores 
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Return the cores of a list, in its order. White space around the list does not count, and an empty one has none.
+    """Return the cores of a list, in its order. White space around the list is ignored, and an empty list has no cores.
 
     Raises ValueError if it is malformed.
     """

@@ -13,8 +13,7 @@ HEADER_BYTES = 4
 class FrameCodec:
     """Frames in a stream of bytes: the length of each, and then its payload.
 
-    The payload of a frame that is received has at most `max_bytes`. Of a frame that has not arrived completely, what
-    has arrived is kept.
+    The payload of a frame that is received has at most `max_bytes`. The received part of an incomplete frame is kept.
     """
 
     header_bytes = HEADER_BYTES
@@ -25,7 +24,7 @@ class FrameCodec:
         self._length: int | None = None  # of the first frame in `_partial`, once its header has arrived
 
     def encode(self, *payload: Bytes) -> list[Bytes]:
-        """Return the frame of a payload, both in parts: to join them would copy a payload of megabytes."""
+        """Return the frame of a payload, both in parts, because joining them would copy a payload of megabytes."""
         return [encode_length(sum(map(len, payload))), *payload]
 
     def decode(self, data: bytes) -> list[bytes]:

@@ -44,7 +44,7 @@ class PipeWriter:
         The pipe must be non-blocking. Call `flush` to write the rest when there is room. What is written must not
         change until then. Raises BrokenPipeError if the reader has exited.
         """
-        if sum(map(len, data)) <= MAX_JOINED_BYTES:  # almost always; copying so little takes less than keeping parts
+        if sum(map(len, data)) <= MAX_JOINED_BYTES:  # almost always; copying few bytes is faster than keeping parts
             data = (b"".join(data),)
             if not self._unsent:
                 with contextlib.suppress(BlockingIOError):
@@ -61,8 +61,8 @@ class PipeWriter:
     def flush(self) -> bool:
         """Write as much of the rest as fits into the pipe. Returns True if all was written.
 
-        One call writes a pipe full, or little more. Without this limit, a call would last for as long as the reader
-        empties the pipe meanwhile: for 8 MB, some milliseconds.
+        One call writes about as much as the pipe holds. Without this limit, a call would last as long as the reader
+        empties the pipe: for 8 MB, some milliseconds.
         """
         num_written = 0
         with contextlib.suppress(BlockingIOError):
@@ -73,7 +73,7 @@ class PipeWriter:
         return not self._unsent
 
     def _drop(self, num_bytes: int) -> None:
-        """Forget the first bytes, which are written."""
+        """Drop the first bytes, which are written."""
         self.num_unsent -= num_bytes
         while num_bytes:
             first = self._unsent.popleft()
@@ -145,7 +145,7 @@ class MessageReceiver(Generic[Message]):
 def make_pipe() -> tuple[Connection[Any, Any], Connection[Any, Any]]:
     """(reader, writer) of a new one-way pipe."""
     reader, writer = Pipe(duplex=False)
-    # It fails when an unprivileged user's pipe memory is used up. A smaller pipe only blocks more often.
+    # This fails if the pipe memory of an unprivileged user is used up. A smaller pipe only blocks more often.
     with contextlib.suppress(OSError):
         fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return reader, writer

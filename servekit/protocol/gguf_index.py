@@ -13,7 +13,7 @@ from msgspec import Struct
 WEIGHTS = "model.gguf"
 INDEX = "model.gguf.index.json"
 
-# How many numbers a block has, and how many bytes. A type of one number a block holds numbers of a common type.
+# The numbers in a block, and its bytes. Types with one number in a block hold plain numbers.
 BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),

@@ -66,5 +66,5 @@ def _makes_a_token(merge: str | list[str], vocabulary: Container[str]) -> bool:
 
 
 def matcher_for(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """A matcher at the beginning of an answer. Never raises: its `is_error` tells whether the grammar is valid."""
+    """A matcher at the beginning of an answer. Never raises; `is_error` is set if the grammar is not valid."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)

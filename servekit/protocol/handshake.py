@@ -1,6 +1,6 @@
 """Authenticate a worker that joins and its server to each other, before any other message. Pure.
 
-Both have one shared key. Each proves it by an HMAC-SHA256 over all messages before, which contain a fresh nonce of each
+Both have the same key. Each proves it by an HMAC-SHA256 over all messages before, which contain a fresh nonce of each
 side:
 
     worker                                        server
@@ -37,7 +37,8 @@ NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 700
 MIN_KEY_BYTES = 32
 
-# wrong_key, other_version, other_model: the operator must act. The others pass: the worker tries again later.
+# wrong_key, other_version, other_model: the operator must act. The other reasons are temporary: the worker tries again
+# later.
 Reason = Literal["wrong_key", "other_version", "other_model", "invalid", "loading", "draining", "too_many"]
 PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model"})
 MAX_REFUSAL_LENGTH = 500  # of its message, in characters
@@ -72,14 +73,14 @@ class Offer(Struct, frozen=True):
 
 
 class WorkerProof(Struct, frozen=True, tag="servekit_worker_proof"):
-    """The worker has the key. The MAC covers both hellos and the offer."""
+    """Prove that the worker has the key. The MAC covers both hellos and the offer."""
 
     offer: Offer
     mac: _Mac
 
 
 class ServerProof(Struct, frozen=True, tag="servekit_server_proof"):
-    """The server has the key, and accepts the offer. The MAC covers all three messages before."""
+    """Prove that the server has the key, and accept the offer. The MAC covers the three messages before."""
 
     mac: _Mac
 
@@ -87,7 +88,7 @@ class ServerProof(Struct, frozen=True, tag="servekit_server_proof"):
 class Refused(Struct, frozen=True, tag="servekit_refused"):
     """The server does not accept the worker, and closes the connection.
 
-    It ends a handshake, or it is sealed: the server's answer to what the worker has loaded.
+    It ends a handshake. After a handshake, it is sealed, and answers what the worker has loaded.
     """
 
     reason: Reason
@@ -102,7 +103,7 @@ class State(Enum):
 
     WORKER_HELLO = auto()
     WORKER_PROOF = auto()
-    DECISION = auto()  # of the server, whether it accepts an offer whose proof is valid
+    DECISION = auto()  # the server must decide whether it accepts an offer with a valid proof
     SERVER_HELLO = auto()
     SERVER_PROOF = auto()
     ACCEPTED = auto()
@@ -145,7 +146,8 @@ class _Handshake:
         state = NEXT_STATE.get((self.state, type(message)))
         if state is None:
             raise ValueError(f"{type(message).__name__} in place of {self.state.name}")
-        # One message has one encoding only. A hello may have fields of a later version; all of it is in the proofs.
+        # Each message has only one valid encoding. A hello may have fields of a later version; the proofs cover all of
+        # it.
         if not isinstance(message, WorkerHello | ServerHello) and _encode(message) != frame:
             raise ValueError(f"{type(message).__name__} is not encoded as it must be")
         self._frames.append(frame)
@@ -158,7 +160,7 @@ class _Handshake:
         return frame
 
     def _mac(self, label: bytes, frames: list[bytes], extra: bytes = b"") -> bytes:
-        """Return the HMAC over a label, which says what it proves, and frames of the transcript."""
+        """Return the HMAC over a label, which states what is proved, and frames of the transcript."""
         return hmac.digest(self._key, label + framed_digest([*frames, extra]), "sha256")
 
     def _worker_mac(self, offer: Offer) -> bytes:
@@ -292,5 +294,5 @@ class HandshakeFailed(WorkerError):
 
     @property
     def is_permanent(self) -> bool:
-        """Whether another try fails, too, until the operator has changed something."""
+        """Whether another try also fails until the operator has changed something."""
         return self.reason in PERMANENT

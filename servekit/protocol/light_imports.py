@@ -1,4 +1,4 @@
-"""Import torch and transformers without what this process does not use of them.
+"""Import torch and transformers without the parts that this process does not use.
 
 transformers imports two large parts of torch only to refer to them, and looks through the files of all its models. Half
 of the modules of a worker come from that (docs/performance.md, "Start"). `light_imports` changes three things:
@@ -29,16 +29,16 @@ from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
-# The only part that transformers calls: it indexes attention masks with tensors, and needs no other part.
+# The only part that transformers calls, to index attention masks with tensors.
 INDEX_PART = "torch._dynamo._trace_wrapped_higher_order_op"
-# The functions by which others mark what the compiler must not look into.
+# The functions with which other modules mark code that the compiler must not compile.
 MARKS = ("disable", "allow_in_graph", "assume_constant_result")
 IMPORT_UTILS = "transformers.utils.import_utils"
 
 
 @contextmanager
 def light_imports(shares_model: bool = False) -> Iterator[None]:
-    """Import torch and transformers, and let the garbage collector never look at what they made.
+    """Import torch and transformers, and exclude their objects from garbage collection.
 
     The modules make a million objects that stay. The collector, which runs after some hundred new objects, would look
     at these again and again, and take a sixth of the time of all imports.
@@ -57,10 +57,10 @@ def light_imports(shares_model: bool = False) -> Iterator[None]:
 
 @contextmanager
 def bare_packages(*names: str) -> Iterator[None]:
-    """Import a module, in the block, without the packages that it is in: of these, it finds only their folders.
+    """Import a module, in the block, without running the packages that it is in: only their folders are used.
 
-    Later imports find nothing of that, and import the packages as usual. Does nothing if they are imported already. If
-    the module needs more of its packages, this raises ImportError or AttributeError.
+    Later imports are not affected, and import the packages as usual. Does nothing if they are imported already. If the
+    module needs more of its packages, this raises ImportError or AttributeError.
     """
     if names[0] in sys.modules:
         yield
@@ -94,7 +94,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             if isinstance(compiler, _PostponedCompiler):
                 compiler.import_now()
                 if name in sys.modules:
-                    # Python would run a module that it finds there now once more.
+                    # If the module were there now, Python would run it once more.
                     return importlib.util.spec_from_loader(name, _RunAlready(sys.modules.pop(name)))
         return None
 
@@ -141,12 +141,12 @@ def _from_last_line(fetch: Callable[[str], list[str]]) -> Callable[[str], list[s
 
 
 class _PostponedCompiler(ModuleType):
-    """The compiler before it is imported: it has only marks, which do nothing."""
+    """Stands in for the compiler before it is imported: it has only the marking functions, which do nothing."""
 
     postponed_loader: Any
 
     def __getattr__(self, name: str) -> Any:
-        """Import the compiler, because something else of it is used; not for what Python asks of any module."""
+        """Import the compiler, because another part of it is used; not if Python reads an attribute of any module."""
         if name.startswith("__") or name == "postponed_loader":
             raise AttributeError(name)
         self.import_now()

@@ -47,11 +47,11 @@ class LogWriter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_full():
-            self._num_refused += 1  # before it is formatted, which is most of what a line costs
+            self._num_refused += 1  # before formatting, which takes most of the time of a line
             return
         try:
             text = self.format(record)
-        except Exception:  # a mistake in a log call must not end the request that it reports on
+        except Exception:  # an error in a log call must not end the request
             text = traceback.format_exc().rstrip()
         self.write(text)
 
@@ -91,7 +91,7 @@ class LogWriter(logging.Handler):
                 self._num_failed += num_lines
                 self._num_reported = num_reported
             elif self._lines.empty():
-                self._write(self._report(self._num_refused))  # no further line may come that would report it
+                self._write(self._report(self._num_refused))  # there may be no later line that reports it
             self._num_finished_bytes += num_bytes
 
     def _report(self, num_refused: int) -> bytes:
@@ -112,7 +112,7 @@ class LogWriter(logging.Handler):
         while rest:
             try:
                 rest = rest[os.write(self._file_descriptor, rest) :]
-            except BlockingIOError:  # a program that has the same terminal or pipe made it non-blocking
+            except BlockingIOError:  # another program with the same terminal or pipe has made it non-blocking
                 poll = select.poll()
                 poll.register(self._file_descriptor, select.POLLOUT)
                 poll.poll()

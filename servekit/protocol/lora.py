@@ -14,7 +14,7 @@ class LoraAdapter(Struct, frozen=True, array_like=True, gc=False):
     number: int
     path: str  # a directory in PEFT's format
     fingerprint: str = ""  # of the files when they were checked; other files are refused
-    name: str = ""  # that requests choose it by
+    name: str = ""  # its name in requests
 
 
 class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
@@ -28,7 +28,7 @@ class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
 
     refusal: str = ""
     fingerprint: str = ""
-    rank: int = 0  # the highest of its matrices
+    rank: int = 0  # the highest rank of its matrices
 
 
 def salted(tenant: str, adapter: LoraAdapter | None) -> str:

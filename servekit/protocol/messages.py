@@ -21,13 +21,13 @@ from servekit.protocol.prediction import BatchResult, LoadPredictor, PredictBatc
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 
-# What the parts of a StepResult take at most, in msgpack: an integer below 2**32 or the head of an array takes 5 bytes,
-# a float 9, a character up to 4.
+# Upper bounds of the parts of a StepResult in msgpack: an integer below 2**32 or the head of an array takes 5 bytes, a
+# float 9, a character up to 4.
 MAX_FAILURE_CHARACTERS = 500  # of a grammar's error, for the client
 _TOKEN_BYTES = 5
 _LOGPROBS_BYTES = 16 + 12 * MAX_TOP_LOGPROBS  # of one token
 _FAILURE_BYTES = 16 + 4 * MAX_FAILURE_CHARACTERS
-_OTHER_BYTES = 2**20  # of every other message: what is known of a model, or the text of an error
+_OTHER_BYTES = 2**20  # limit of every other message: the description of a model, or the text of an error
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]  # of a block: the hash of its prefix
 
@@ -48,7 +48,8 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     load_format: str = "auto"  # dummy: random weights
     kv_cache_dtype: str = "auto"  # the model's own
     device_index: int | None = None  # of the first GPU, where `device` names none; None lets torch choose
-    # Of the files that other workers have loaded: others are refused before they are loaded. "" accepts any.
+    # Fingerprint of the files that other workers have loaded. Other files are refused before they are loaded. ""
+    # accepts any.
     fingerprint: str = ""
     # With several ranks, each holds a part of the model, and all of them get the same plans. A stage of the pipeline
     # has some of the layers, and consecutive ranks, each of which holds a part of every layer of the stage.
@@ -57,14 +58,14 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     rank: int = 0
     rendezvous: str = ""  # a file by which the ranks find each other
     load_timeout_s: float = 1800.0  # how long a rank may wait for another one
-    heartbeat_timeout_s: float = 3.0  # after which an agent takes a rank for lost
-    quantization: str | None = None  # what unquantized weights are rounded to; None leaves them as they are
+    heartbeat_timeout_s: float = 3.0  # after this time without a heartbeat, an agent counts a rank as lost
+    quantization: str | None = None  # the format that unquantized weights are rounded to; None: they are not rounded
     quantization_group_size: int | None = None  # None chooses by the format
     speculative: SpeculativeConfig = SpeculativeConfig()  # never `auto`
-    max_loras: int = 0  # LoRA adapters that have a place in memory
+    max_loras: int = 0  # number of LoRA adapters that fit into memory at a time
     max_lora_rank: int = 0
     kv_offload_memory_bytes: int = 0  # of the host, for blocks that leave the KV cache; 0: no KV connector
-    kv_offload_dir: str = ""  # "": no files
+    kv_offload_dir: str = ""  # folder for blocks on disk; "": no files
     kv_offload_disk_bytes: int = 0
 
     @property
@@ -73,7 +74,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
 
     @property
     def max_answer_bytes(self) -> int:
-        """The most bytes that a message of this worker takes: the result of the largest step, or an error's text.
+        """The maximum size of a message of this worker, in bytes: the result of the largest step, or an error's text.
 
         In the largest step, each sequence samples a token, and every other position gives logprobs: it is one of a
         prompt, or the draft after it is accepted, and then it gives a token as well.
@@ -100,9 +101,9 @@ class ModelInfo(Struct, frozen=True):
     default_temperature: float
     default_top_k: int
     default_top_p: float
-    fingerprint: str = ""  # of the model's files: workers with the same one compute the same
+    fingerprint: str = ""  # of the model's files: workers with the same fingerprint compute the same
     quantization: str = ""  # the format of the weights; "" if they are not quantized
-    notice: str = ""  # what users should know of how it is served, in a sentence; "" if there is nothing
+    notice: str = ""  # a sentence about how it is served that users should know; "" if there is none
 
 
 class RankInfo(Struct, frozen=True):
@@ -124,13 +125,13 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     num_weight_bytes: int = 0  # in the model's files; in memory, if they are quantized, random or divided among ranks
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
     attention: str = ""  # the attention backend that was chosen
-    memory_bytes: int = 0  # that this process holds on its device, with the whole KV cache; 0 if it is not known
-    # Of each process that the model is divided among; if it is not divided, there is one. Not compared.
+    memory_bytes: int = 0  # memory of this process on its device, with the whole KV cache; 0 if it is not known
+    # One for each process that the model is divided among; one if it is not divided. Not compared.
     ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
 
     @property
     def place(self) -> str:
-        """Its KV blocks, devices and cores, as text for log lines."""
+        """Its KV blocks, devices and cores, as a text for log lines."""
         places = [f"{rank.device}, cores {rank.cpus}" for rank in self.ranks] or [self.device]
         if len(places) > 1:
             places = [f"rank {index}: {place}" for index, place in enumerate(places)]
@@ -185,17 +186,17 @@ class Leaving(Struct, frozen=True, tag="leaving"):
 class SlotAssignment(Struct, frozen=True, array_like=True, gc=False):
     """Assign a slot to a sequence: reset the slot, and sample with these parameters from now on.
 
-    Tokens whose KV is in the prefix cache are in no chunk. Where sampling or drafts depend on them, they are here.
+    Tokens whose KV is in the prefix cache are in no chunk. If sampling or drafts depend on them, they are here.
     """
 
     slot: int
     sampling: SamplingParams
     prompt_length: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # may not be sampled before `min_tokens`
+    stop_token_ids: tuple[int, ...] = ()  # these may not be sampled before `min_tokens`
     token_ids: tuple[int, ...] = ()  # of the positions before the first chunk
     grammar: int | None = None  # on the wire: index into the plan's `grammars`, in place of `sampling.grammar`
     tenant: str = ""
-    group_id: int = 0  # the same for all answers to a prompt: what their grammar costs is counted together
+    group_id: int = 0  # the same for all answers to a prompt, whose grammar time is counted together
     adapter: LoraAdapter | None = None
 
 
@@ -229,12 +230,12 @@ class ScheduledChunk(Struct, frozen=True, array_like=True, gc=False):
 class StepPlan(Struct, frozen=True, tag="step_plan"):
     """The plan of everything that a worker does in one step."""
 
-    epoch: int  # which incarnation of the worker this is meant for
+    epoch: int  # the incarnation of the worker that it is for
     step_id: int
     slot_assignments: tuple[SlotAssignment, ...]
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole blocks, copied before anything is computed
-    grammars: tuple[str, ...] = ()  # on the wire: each one once, however many assignments use it
+    grammars: tuple[str, ...] = ()  # on the wire: each grammar once, even if many assignments use it
     # Blocks that the KV connector keeps under a key, and that it brings back. Before all else: first the stores,
     # because the step writes to their blocks, then the loads, then the copies.
     stores: tuple[tuple[int, bytes], ...] = ()  # (block, key)
@@ -250,7 +251,7 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
         return any(chunk.num_drafts for chunk in self.chunks)
 
     def pack_grammars(self) -> StepPlan:
-        """The plan as it is sent, with each grammar once: a hundred answers to one prompt share theirs."""
+        """The plan as it is sent, with each grammar once, because all answers to one prompt share a grammar."""
         indices: dict[str, int] = {}
         packed = []
         for assignment in self.slot_assignments:
@@ -285,7 +286,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
 
     logprob: float
     packed_top: bytes = (
-        b""  # of the likeliest tokens, the likeliest first; as objects they would take ten times as much
+        b""  # of the likeliest tokens, the likeliest first; as objects they would take ten times the memory
     )
 
     @classmethod
@@ -312,14 +313,14 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
 
 
 class TransferReport(Struct, frozen=True, array_like=True, gc=False):
-    """What a worker's KV connector did in a step, and what it holds after that."""
+    """What a worker's KV connector did in a step, and what it holds afterwards."""
 
     failed_loads: tuple[int, ...] = ()  # indices of the plan's loads
-    dropped_keys: tuple[Key, ...] = ()  # that it held before, and cannot load any more
-    num_stored: Count = 0  # blocks, without those that it held before
+    dropped_keys: tuple[Key, ...] = ()  # keys that it held before and cannot load any more
+    num_stored: Count = 0  # stored blocks, without those that it held before
     num_loaded_from_memory: Count = 0
     num_loaded_from_disk: Count = 0
-    num_unwritten: Count = 0  # blocks that were not written to the disk: it was too slow, or failed
+    num_unwritten: Count = 0  # blocks that were not written to the disk, because it was too slow or failed
     num_in_memory: Count = 0
     num_on_disk: Count = 0
     block_bytes: Count = 0

@@ -18,7 +18,7 @@ from servekit.protocol.messages import PromptLogprobs, TokenLogprobs
 from workers.batch import PromptLogprobsChunk, SamplingRow, SlotTable
 from workers.device.transfer import to_device, to_host
 
-MIN_LOGPROB = -9999.0  # in the place of minus infinity, which JSON cannot express
+MIN_LOGPROB = -9999.0  # used for minus infinity, which JSON cannot express
 MAX_LOGITS = 2**24  # elements, at once: 64 MiB in float32, and as much again for their logprobs
 
 
@@ -48,7 +48,7 @@ class PendingSampledLogprobs:
     logprobs: _PendingLogprobs  # one for each of them
 
     def read(self) -> tuple[TokenLogprobs | None, ...]:
-        """Return one entry a row; None for rows that do not ask."""
+        """Return one entry for each row; None for rows that want no logprobs."""
         of_rows: list[TokenLogprobs | None] = [None] * self.num_rows
         for index, logprobs in zip(self.indices, self.logprobs.read(), strict=True):
             of_rows[index] = logprobs
@@ -63,7 +63,7 @@ class PendingPromptLogprobs:
     parts: list[_PendingLogprobs]  # the chunks' positions one after the other, cut into parts of bounded size
 
     def read(self) -> tuple[PromptLogprobs, ...]:
-        """Return one entry a chunk."""
+        """Return one entry for each chunk."""
         logprobs = chain.from_iterable(part.read() for part in self.parts)
         return tuple(
             PromptLogprobs(chunk.index, chunk.start, tuple(islice(logprobs, chunk.num_tokens))) for chunk in self.chunks

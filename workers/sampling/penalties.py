@@ -1,7 +1,7 @@
 """Change logits before a token is chosen from them: penalties for repetition, then biases.
 
-All of it is computed anew in each step from the token table, so there are no counts to keep, to move or to lose when a
-sequence is preempted. Rows without such parameters cost nothing.
+Everything is computed in each step from the token table. So no counts have to be kept or moved, and none are lost when
+a sequence is preempted. Rows without such parameters cost nothing.
 
 Repetition penalty: Keskar et al., "CTRL", 2019, section 4.1, over prompt and output. Presence and frequency penalties:
 OpenAI's, over the output alone.
@@ -68,7 +68,8 @@ def _penalize(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tens
     starts = np.array([row.slot * table.row_length for row in rows])
     num_outputs = np.array([row.num_outputs for row in rows])
     prompt_lengths = np.array([row.position for row in rows]) - num_outputs
-    repeats = np.array([each.repetition_penalty != 1.0 for each in params])  # else the prompt does not matter
+    # Only this penalty depends on the prompt.
+    repeats = np.array([each.repetition_penalty != 1.0 for each in params])
     outputs = _counts(starts + prompt_lengths, num_outputs, logits, table)
     prompts = _counts(starts, prompt_lengths * repeats, logits, table)
     (of_rows,) = to_device([np.array(penalties, dtype=np.float32)], logits.device)
@@ -81,8 +82,8 @@ def _penalize(logits: Tensor, rows: list[SamplingRow], table: SlotTable) -> Tens
 def _counts(starts: Indices, lengths: Indices, logits: Tensor, table: SlotTable) -> Tensor:
     """Return [num_rows, vocab_size]: how often each token is in `lengths` [num_rows] cells of the table from `starts`.
 
-    The tokens of all rows lie one after the other. In a tensor as wide as the longest row, each short row would cost as
-    much as that one.
+    The tokens of all rows lie one after the other. In a tensor as wide as the longest row, each short row would take as
+    long as the longest one.
     """
     num_tokens, (num_rows, vocab_size) = int(lengths.sum()), logits.shape
     repeats, offsets = to_device([lengths, starts - lengths.cumsum() + lengths], logits.device)

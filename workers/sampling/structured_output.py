@@ -34,8 +34,8 @@ from workers.grammar.messages import Ask, AskMasks, Begin, Mask, num_common
 
 INFINITY = float("inf")
 # A step waits for masks for MIN_WAIT_S, or for WAIT_SHARE of the time until its forward pass ended, if that is longer.
-# A hostile grammar can delay each step of others by this time. Without the wait, a mask that is a little late would
-# cost its row a whole step. Where processors are scarce, the mask process gets one during the wait.
+# A grammar that is made to be slow can delay each step of others by this time. Without the wait, a mask that is a
+# little late would delay its row by a whole step. If processors are scarce, the mask process gets one during the wait.
 MIN_WAIT_S = 0.002
 WAIT_SHARE = 0.25
 ALONE_SHARE = 1.0  # of a step in which all rows wait; without the wait, such steps would take the mask process's time
@@ -59,12 +59,12 @@ class _GrammarState:
     is_ready: bool = False  # the mask of the next token is in the shared memory
     asked_drafts: tuple[int, ...] = ()
     ready_drafts: tuple[int, ...] = ()  # the masks after these drafts are in the shared memory, too
-    forced: tuple[int, ...] = ()  # tokens that the grammar forces after those that were sent, as far as is known
+    forced: tuple[int, ...] = ()  # known tokens that the grammar forces after those that were sent
     num_planned: int = 0  # drafts that the last plan allowed
     # The row was deferred with this many tokens in its answer. Until it is planned again, rows that a plan ahead has
     # after it have no valid token.
     deferred_at: int | None = None
-    error: str = ""  # why there is no further mask
+    error: str = ""  # the reason why there is no further mask
 
     def move_to(self, process: MaskProcess) -> None:
         """Let another process follow the sequence, from its first token on."""
@@ -73,7 +73,7 @@ class _GrammarState:
             self.first_ask = self.last_ask + 1
 
     def ask(self, token_ids: tuple[int, ...], drafts: tuple[int, ...]) -> Ask:
-        """Return what asks for the masks after tokens that the process lacks, and after drafts."""
+        """Return the message that asks for the masks after tokens that the process lacks, and after drafts."""
         self.last_ask += 1
         self.is_asked, self.asked_drafts, self.ready_drafts = True, drafts, ()
         self.num_sent += len(token_ids)
@@ -93,7 +93,7 @@ class _GrammarState:
             return True
         if not drafts or self.asked_drafts or self.ready_drafts[: len(drafts)] == drafts:
             return False
-        return self.has_process  # drafts alone are not worth a beginning in a new process
+        return self.has_process  # drafts alone are no reason to begin in a new process
 
     def use_masks(self, drafts: tuple[int, ...]) -> int:
         """Return how many masks there are for a step with these drafts, and expect no more for it."""
@@ -133,7 +133,7 @@ class GrammarBatch:
     """The rows of a step that have a grammar, and the tokens that are to be sent to the mask process."""
 
     sequences: list[_SequenceRows]
-    unsent: list[tuple[_SequenceRows, int]]  # whose masks may have to be asked for, and how many tokens to send
+    unsent: list[tuple[_SequenceRows, int]]  # sequences whose masks may be needed, and how many tokens to send
     token_ids: Tensor | None  # [sum of these and of drafts] int32, once `arrival` is complete; None if there are none
     arrival: DeviceEvent
     asked_s: float = 0.0
@@ -346,7 +346,8 @@ class GrammarMasks:
             state.move_to(self._slow_process)
 
     def _handle_loss(self, process: MaskProcess, lost: Lost) -> None:
-        """Expect no more masks from the process. Fail the request whose work it was doing, if that caused the loss.
+        """Expect no more masks from the process. Fail the request that it was working for, if this request caused the
+        loss.
 
         A crash is caused by the request. A kill may be due to the request's memory or to an operator. So the first one
         makes the request a suspect, and the second one ends it.
@@ -375,8 +376,8 @@ class GrammarMasks:
     ) -> Constrained:
         """Set logits [num_rows, vocab_size] to minus infinity for tokens that a row's grammar does not allow next.
 
-        Called when the forward pass has been launched. Where a row's other parameters leave none of the tokens that its
-        grammar allows, the grammar wins.
+        Called when the forward pass has been launched. If a row's other parameters leave none of the tokens that its
+        grammar allows, the grammar has priority.
         """
         if not grammars.sequences:
             return Constrained(logits)

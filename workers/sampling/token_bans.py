@@ -1,7 +1,7 @@
 """Ban tokens: all but the allowed ones, the last tokens of bad words, stop tokens before `min_tokens`.
 
-At least one token is always left. Where the bans would leave none of the allowed tokens, all allowed tokens stay; where
-a request allows no particular tokens, all tokens stay. Ids that the model does not have ban and allow nothing.
+At least one token is always left. If the bans would leave none of the allowed tokens, all allowed tokens stay. If a
+request does not limit the allowed tokens, all tokens stay. Ids that the model does not have ban and allow nothing.
 """
 
 from __future__ import annotations
