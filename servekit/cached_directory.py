@@ -23,7 +23,7 @@ def cache_folder(kind: str) -> Path:
     try:
         return Path(base).expanduser() / "servekit" / kind
     except RuntimeError:
-        raise ConfigError("there is no home directory for what is made of the model's files; set --cache-dir") from None
+        raise ConfigError("there is no home directory for converted files of the model; set --cache-dir") from None
 
 
 @contextmanager

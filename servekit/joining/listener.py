@@ -344,7 +344,7 @@ def _bind_unix(path: str) -> socket.socket:
             raise OSError(errno.EADDRINUSE, "another server listens there")
         if os.path.exists(path):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise OSError(errno.EEXIST, "there is a file of that name, which is no socket")
+                raise OSError(errno.EEXIST, "a file that is not a socket has this name")
             os.unlink(path)
         before = os.umask(0o177)
         try:

@@ -337,7 +337,7 @@ class ModelManager:
         split = Split(weights, sticky, mirror, mirror_percent)
         taken = {*(each.id for each in self._file.models), *self._file.aliases}
         if alias in taken:
-            raise InvalidRequest(f"{alias!r} is the name of a model; an alias that is divided needs another one")
+            raise InvalidRequest(f"{alias!r} is the name of a model; choose another name for the alias")
         try:
             where = f"the alias {alias[:MAX_NAME_SHOWN]!r}"
             kinds = {each.id: each.kind for each in self._file.models}

@@ -334,7 +334,7 @@ def _take_remote(entry: dict[str, Any], where: str) -> ServerSettings | None:
             f"{where}: kind = {kind!r} needs the server's address, such as remote = {{ url = {example!r} }}"
         )
     if "memory_bytes" in entry:
-        raise ConfigError(f"{where}: memory_bytes is of models that this server runs; leave it out")
+        raise ConfigError(f"{where}: memory_bytes is only for models that this server runs; leave it out")
     for name in entry:
         if name in MODEL_SETTINGS and name not in REMOTE_MODEL_SETTINGS:
             raise ConfigError(

@@ -149,6 +149,6 @@ def _check_server(config: ServeConfig, where: str) -> None:
     for name in ("journal", "profile", "served_model_name", "lora"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"{where}: {name} is of one model; set {'id' if name == 'served_model_name' else name} in a [[model]] "
-                "entry of the file in --models"
+                f"{where}: {name} belongs to one model; set {'id' if name == 'served_model_name' else name} in a "
+                "[[model]] entry of the file in --models"
             )

@@ -149,7 +149,7 @@ class _Handshake:
         # Each message has only one valid encoding. A hello may have fields of a later version; the proofs cover all of
         # it.
         if not isinstance(message, WorkerHello | ServerHello) and _encode(message) != frame:
-            raise ValueError(f"{type(message).__name__} is not encoded as it must be")
+            raise ValueError(f"{type(message).__name__} is not in its only valid encoding")
         self._frames.append(frame)
         self.state = state
         return message

@@ -212,7 +212,7 @@ class AnswerReader:
         cached = 0 if details is None else details.cached_tokens or 0
         counts = usage.prompt_tokens or 0, cached, usage.completion_tokens or 0
         if not all(0 <= count < 2**31 for count in counts):
-            raise RemoteFailed("the model's server sent a usage that is not possible")
+            raise RemoteFailed("the model's server sent an impossible usage")
         self.usage = Usage(*counts)
 
     def _piece(self, choice: _Choice) -> Piece | None:
@@ -295,7 +295,7 @@ def _text_of(token: _Likely) -> bytes:
     try:
         return bytes(token.bytes)
     except ValueError:
-        raise RemoteFailed("the model's server sent a token whose bytes are none") from None
+        raise RemoteFailed("the model's server sent a token with invalid bytes") from None
 
 
 def _encoded(text: str) -> bytes:

@@ -960,7 +960,7 @@ MISSING = [
         "`mcp_servers`, `container`, Anthropic's own tools such as `web_search`",
         "/v1/messages",
         {"model": "demo", "max_tokens": 1, "messages": USER, "tools": [{"type": "web_search_20250305", "name": "w"}]},
-        "knows no tools of Anthropic's",
+        "does not support Anthropic's own tools",
         "The server runs no tools. Clients run them, and send what these answered.",
     ),
     Missing(

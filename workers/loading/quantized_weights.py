@@ -84,7 +84,7 @@ class QuantizedMatrices:
         self._others = sorted(self._suffixes.keys() - taken)  # which no linear layer takes
         if not self._suffixes and not weight_format.may_be_absent:
             raise ConfigError(
-                f"the weights are to be {weight_format.name}, and none of them can be: no linear layer has a tensor "
+                f"the weights cannot be {weight_format.name}: no linear layer has a tensor "
                 f"*{' or *'.join(sorted(markers))}; the files do not belong together"
             )
         for prefix in self._others:

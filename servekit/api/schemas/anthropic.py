@@ -125,8 +125,8 @@ class CountTokensRequest(CommonFields, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom"):
                 raise InvalidRequest(
-                    f"tools[{index}] has the type {tool.type!r}; this server knows no tools of Anthropic's. Describe "
-                    "one that your client runs, with input_schema",
+                    f"tools[{index}] has the type {tool.type!r}; this server does not support Anthropic's own "
+                    "tools. Describe a tool that your client runs, with input_schema",
                     param=f"tools[{index}].type",
                 )
         choice = self.tool_choice

@@ -285,7 +285,7 @@ def test_model_of_a_triton_server_computes_tensors() -> None:
         (REMOTE, r"\[\[model\]\] 1 \('far'\): kind = 'openai' needs the server's address"),
         (MODEL + SERVER, r"remote is for models of another server"),
         (REMOTE + SERVER + "dtype = 'float32'", r"dtype is a setting of models that this server runs"),
-        (REMOTE + SERVER + "memory_bytes = 5", r"memory_bytes is of models that this server runs"),
+        (REMOTE + SERVER + "memory_bytes = 5", r"memory_bytes is only for models that this server runs"),
         (REMOTE + "remote = { }", r"remote: the field 'url' is missing"),
         (REMOTE + "remote = { url = 'ftp://h' }", r"remote: url must be an address such as"),
         (REMOTE + "remote = { url = 'http://h', key = 'x' }", r"remote: unknown field 'key'; the known ones are url"),
