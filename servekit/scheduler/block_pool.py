@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Set
-from itertools import chain
+from itertools import chain, compress
 
 
 class BlockPool:
@@ -185,7 +185,7 @@ class BlockPool:
     def check(self) -> None:
         """Assert the conservation law. Linear in `num_blocks`: for tests and for sampling in production."""
         fenced = list(self.fenced())
-        leased = [block for block, holders in enumerate(self._holders) if holders]
+        leased = list(compress(range(self.num_blocks), self._holders))
         assert (len(fenced), len(leased)) == (self.num_fenced, self.num_leased)
         everything = [*self._free, *self._cached, *leased, *fenced]
         assert len(everything) == len(set(everything)) == self.num_blocks, "a block was lost or duplicated"

@@ -351,25 +351,28 @@ class KVCacheManager:
     def check(self, running: list[Sequence]) -> None:
         """Assert that tables and pool agree. Linear in all there is: for tests and simulations."""
         self.prefixes.check()
-        held = [0] * self.pool.num_blocks
+        block_size, held = self.block_size, [0] * self.pool.num_blocks
+        num_reserved = num_to_come = num_own = 0
+        entries = []
         for sequence in running:
-            for block in sequence.kv.table:
+            kv, num_computed, num_tokens = sequence.kv, sequence.num_computed, sequence.num_tokens
+            num_blocks = len(kv.table)
+            for block in kv.table:
                 held[block] += 1
-            assert sequence.kv.capacity == len(sequence.kv.table) * self.block_size >= sequence.num_computed
+            assert kv.capacity == num_blocks * block_size >= num_computed
             if sequence.first_sampled_step_id is None:
-                num_blocks = len(sequence.kv.table) + sequence.kv.num_reserved
-                assert num_blocks * self.block_size >= sequence.num_tokens, "a prompt may run short of blocks"
+                assert (num_blocks + kv.num_reserved) * block_size >= num_tokens, "a prompt may run short of blocks"
             # A rewound sequence has nothing pending, and computes one position for the second time.
-            num_written = sequence.num_computed + (not sequence.num_pending)
-            assert sequence.kv.num_published * self.block_size <= min(num_written, sequence.num_tokens)
-        assert self.pool.num_reserved == sum(sequence.kv.num_reserved for sequence in running)
-        to_come = sum(self._max_blocks(sequence) - len(sequence.kv.table) for sequence in running)
-        assert to_come == self._num_blocks_to_come
-        assert self._num_own_blocks == sum(len(sequence.kv.table) - sequence.kv.num_found for sequence in running)
-        entries = (sequence.kv.peak_entry for sequence in running)
-        self._future_peak.check(entry for entry in entries if entry is not None)
-        for sequence in running:
+            assert kv.num_published * block_size <= min(num_computed + (not sequence.num_pending), num_tokens)
+            num_reserved += kv.num_reserved
+            num_to_come += self._max_blocks(sequence) - num_blocks
+            num_own += num_blocks - kv.num_found
+            if kv.peak_entry is not None:
+                entries.append(kv.peak_entry)
             if sequence not in self._changed and sequence not in self._unsteady:
-                demand = self._demand(sequence, sequence.kv.num_found)
-                assert self._future_peak.is_entry_of(demand, sequence.kv.peak_entry), f"{sequence} is counted wrong"
+                demand = self._demand(sequence, kv.num_found)
+                assert self._future_peak.is_entry_of(demand, kv.peak_entry), f"{sequence} is counted wrong"
+        assert self.pool.num_reserved == num_reserved
+        assert (self._num_blocks_to_come, self._num_own_blocks) == (num_to_come, num_own)
+        self._future_peak.check(entries)
         assert held == self.pool.holders(), "block tables and pool disagree on which sequences hold which blocks"

@@ -133,5 +133,5 @@ class PrefixCache:
         """Assert that the index and the pool agree."""
         self.pool.check()
         assert self.pool.kept() == self._hash_of.keys(), "a kept block is not in the index, or an indexed one not kept"
-        assert [self._block_of[block_hash] for block_hash in self._hash_of.values()] == list(self._hash_of)
+        assert list(map(self._block_of.__getitem__, self._hash_of.values())) == list(self._hash_of)
         assert len(self._block_of) == len(self._hash_of)

@@ -981,6 +981,7 @@ class WorkloadManager:
         assert len(waiting) + len(running) == len(self._sequences), "a sequence is neither running nor waiting"
         queued = [sequence for sequence in waiting if sequence.first_scheduled_s is None]
         assert self.queued.total.num_sequences == len(queued), "queued sequences are not counted right"
-        assert self.num_prefill_tokens == sum(map(self.prefill_left, self._sequences.values()))
+        num_missing = sum([sequence.num_missing for sequence in waiting])
+        assert self.num_prefill_tokens == num_missing + sum(map(self.prefill_left, running))
         for sequence in waiting:
             assert sequence.slot is None and not sequence.kv.table and not sequence.num_pending

@@ -99,15 +99,19 @@ class SimulatedReplica:
 
     def plan(self, now_s: float) -> None:
         """Dispatch all steps that can be planned."""
-        manager = self.manager
+        manager, max_steps_in_flight = self.manager, self.scenario.scheduler.max_steps_in_flight
         while True:
-            if self._check:
+            # Most calls find as many steps in flight as there may be. Then nothing is planned, and nothing to be noted.
+            is_full = len(self._in_flight) >= max_steps_in_flight
+            if self._check and not is_full:
                 self._promise.before_plan(self.clients.values())
-            if self._turns is not None:
+            if self._turns is not None and not is_full:
                 self._turns.before_plan(self._index, self.clients.values())
             plan = self.apply(Plan(now_s))
             if plan is None:
                 break
+            if is_full:
+                raise Violation(f"{plan} is planned with {len(self._in_flight)} steps in flight")
             if manager.waiting_queue.has_shares or self._watch_lag:
                 self.lag.observe(plan, self.clients.values())
             if self._turns is not None:
