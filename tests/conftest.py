@@ -84,7 +84,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Import no file of which no test is chosen: each test process imports all that it collects."""
     if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
-    is_pure, text = collection_path in pure_core.test_files(), collection_path.read_text()
+    is_pure, text = pure_core.is_test_file(collection_path), collection_path.read_text()
     has_none = config.option.markexpr == "long" and "mark.long" not in text
     if config.option.pure_core == "only":
         has_none |= not is_pure

@@ -31,6 +31,12 @@ def test_files() -> list[Path]:
     return sorted({path for folder, name in zip(folders, names, strict=True) for path in folder.glob(name)})
 
 
+@functools.cache
+def is_test_file(path: Path) -> bool:
+    """Return whether `path` is one of `test_files()`."""
+    return path in test_files()
+
+
 def is_in_coverage(item: pytest.Item) -> bool:
     """Return whether `make coverage` runs this test."""
-    return item.path in test_files() and not any(map(item.get_closest_marker, NOT_IN_COVERAGE))
+    return is_test_file(item.path) and not any(map(item.get_closest_marker, NOT_IN_COVERAGE))

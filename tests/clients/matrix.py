@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import httpx2
-from anthropic import Anthropic
 from huggingface_hub import AsyncInferenceClient, InferenceClient
-from langchain_openai import ChatOpenAI
-from langchain_openai import OpenAI as LangChainOpenAI
 from ollama import AsyncClient as AsyncOllama
 from ollama import Client as Ollama
 from openai import AsyncOpenAI, OpenAI
@@ -69,6 +66,11 @@ class Clients:
     """All clients of one server."""
 
     def __init__(self, url: str, stack: ExitStack) -> None:
+        # They take seconds to import, which each process that collects the tests would do.
+        from anthropic import Anthropic
+        from langchain_openai import ChatOpenAI
+        from langchain_openai import OpenAI as LangChainOpenAI
+
         self.url = url
         self.http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
         self.openai = stack.enter_context(OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60))

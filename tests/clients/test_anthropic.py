@@ -1,17 +1,22 @@
-"""Anthropic's own client against a real server: answers and streams, tools, and errors of its own kinds."""
+"""Anthropic's own client against a real server: answers and streams, tools, and errors of its own kinds.
+
+The package takes seconds to import. So it is imported by the tests that run, and not by each process that collects
+them.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-from anthropic import Anthropic, BadRequestError, NotFoundError
-from anthropic.types import ToolUseBlock
 
 from tests.support.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 QUESTION: Any = [{"role": "user", "content": "What color is the sky?"}]
 WEATHER: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -36,6 +41,8 @@ DEMANDED: Any = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parall
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
     with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
@@ -97,7 +104,7 @@ def test_events_on_the_wire(server: ServerProcess) -> None:
 def test_a_call_goes_round(client: Anthropic) -> None:
     message = ask(client, WEATHER, **DEMANDED)
     (call,) = message.content
-    assert isinstance(call, ToolUseBlock) and message.stop_reason == "tool_use"
+    assert call.type == "tool_use" and message.stop_reason == "tool_use"
     assert (call.name, call.input) == ("search", {"query": "weather in Rome"})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "21 degrees"}]}
     messages = [*WEATHER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
@@ -111,7 +118,7 @@ def test_a_streamed_call_by_the_models_own_choice_goes_round(client: Anthropic) 
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         message = stream.get_final_message()
     (call,) = message.content
-    assert isinstance(call, ToolUseBlock) and message.stop_reason == "tool_use"
+    assert call.type == "tool_use" and message.stop_reason == "tool_use"
     assert (call.name, call.input) == ("search", {"query": "weather in Rome"})
     assert len(pieces) > 3 and json.loads("".join(pieces)) == call.input
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny, 21 degrees"}
@@ -130,7 +137,7 @@ def test_a_streamed_call_is_the_call_of_one_answer(client: Anthropic) -> None:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         message = stream.get_final_message()
     (call,) = message.content
-    assert isinstance(call, ToolUseBlock) and (call.name, call.input) == (expected.name, expected.input)
+    assert call.type == "tool_use" and (call.name, call.input) == (expected.name, expected.input)
     assert len(pieces) > 3 and json.loads("".join(pieces)) == call.input and message.stop_reason == "tool_use"
 
 
@@ -146,6 +153,8 @@ def test_tokens_are_counted_as_the_prompt_has_them(client: Anthropic) -> None:
 
 
 def test_errors_are_of_the_clients_own_kinds(client: Anthropic) -> None:
+    from anthropic import BadRequestError, NotFoundError
+
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     search = {"type": "web_search_20250305", "name": "w"}
     for fields, error, kind, text in (

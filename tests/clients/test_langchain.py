@@ -1,18 +1,22 @@
-"""LangChain's models, with the server's address and otherwise their defaults."""
+"""LangChain's models, with the server's address and otherwise their defaults.
+
+The packages take seconds to import. So they are imported by the tests that run, and not by each process that collects
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx2
 import pytest
-from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, SecretStr
 
 from tests.support.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI, OpenAI
 
 SKY = "What color is the sky?"
 CAT = "How many legs does a cat have?"
@@ -38,16 +42,22 @@ def http() -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def chat(server: ServerProcess, http: httpx2.Client) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(http_client=http, **settings(server))
 
 
 @pytest.fixture(scope="module")
 def llm(server: ServerProcess, http: httpx2.Client) -> OpenAI:
     """Its own default is a temperature of 0.7."""
+    from langchain_openai import OpenAI
+
     return OpenAI(http_client=http, temperature=0, **settings(server))
 
 
 def test_a_chat(chat: ChatOpenAI) -> None:
+    from langchain_core.messages import HumanMessage, SystemMessage
+
     answer = chat.invoke([SystemMessage("You are terse."), HumanMessage(SKY)])
     assert answer.content == "The sky is blue."
     assert answer.response_metadata["finish_reason"] == "stop" and answer.response_metadata["model_name"] == "demo"
@@ -97,6 +107,8 @@ def test_tools(chat: ChatOpenAI) -> None:
 
 def test_a_prompt_that_is_too_long_is_known_as_such(chat: ChatOpenAI) -> None:
     """LangChain looks for what it knows in the *message*: `context_length_exceeded`, or "prompt is too long"."""
+    from langchain_core.exceptions import ContextOverflowError
+
     with pytest.raises(ContextOverflowError):
         chat.invoke("word " * 5000)
     with pytest.raises(ContextOverflowError):
@@ -113,6 +125,8 @@ def test_a_text_model(llm: OpenAI) -> None:
 
 
 async def test_without_blocking(server: ServerProcess, http: httpx2.Client) -> None:
+    from langchain_openai import ChatOpenAI, OpenAI
+
     async with httpx2.AsyncClient(timeout=60) as async_http:
         chat = ChatOpenAI(http_client=http, http_async_client=async_http, **settings(server))
         assert (await chat.ainvoke(SKY)).content == "The sky is blue."

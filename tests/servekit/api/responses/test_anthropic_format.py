@@ -1,16 +1,16 @@
 """A message is the same whether it is streamed or not, and Anthropic's package reads both.
 
-The answers are given texts, in pieces. The real formats, builders and types of the package read them.
+The answers are given texts, in pieces. The real formats, builders and types of the package read them. The package takes
+seconds to import. So it is imported by the tests that run, and not by each process that collects them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from servekit.api.responses.anthropic_format import SIGNATURE, AnthropicResponseBuilder
@@ -22,7 +22,9 @@ from servekit.parsing.chat_format import Function, ToolUse, choose_chat_format
 from servekit.scheduler.sequence import FinishReason
 from tests.servekit.api.responses.test_chat_message import CALLS, State, deltas_of
 
-EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+if TYPE_CHECKING:
+    from anthropic.types import Message, RawMessageStreamEvent
+
 USE = ToolUse((Function("add"), Function("look")))
 ANSWERS = [
     ("plain", " A text.\nAnd more. "),
@@ -39,7 +41,16 @@ def builder() -> AnthropicResponseBuilder:
     return AnthropicResponseBuilder(state, answer_format, "msg_1", "demo")
 
 
+@functools.cache
+def event_types() -> TypeAdapter[RawMessageStreamEvent]:
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
 def whole(text: str, reason: FinishReason, seed: int) -> Message:
+    from anthropic.types import Message
+
     made = builder()
     answer = made.make_answer(0)
     assert isinstance(answer, BlockAnswer)
@@ -50,17 +61,20 @@ def whole(text: str, reason: FinishReason, seed: int) -> Message:
 
 def streamed(text: str, reason: FinishReason, seed: int) -> tuple[Message, list[str]]:
     """Return the message that the package makes of the events, and their kinds."""
+    from anthropic.lib.streaming._messages import accumulate_event
+
     made, message, kinds = builder(), None, []
     buffers: dict[int, bytes] = {}
     data = b"".join(made.events([delta]) for delta in deltas_of(text, reason, seed)) + made.last_events()
-    for event in data.decode().split("\n\n")[:-1]:
-        name, _, line = event.partition("\n")
+    for sent in data.decode().split("\n\n")[:-1]:
+        name, _, line = sent.partition("\n")
         body = json.loads(line.removeprefix("data: "))
         kinds.append(body["type"])
         assert name == f"event: {body['type']}"
         if body["type"] != "ping":
-            message = accumulate_event(event=EVENTS.validate_python(body), current_snapshot=message, json_bufs=buffers)
-    return cast(Message, message), kinds
+            event = event_types().validate_python(body)
+            message = accumulate_event(event=event, current_snapshot=message, json_bufs=buffers)
+    return cast("Message", message), kinds
 
 
 def comparable(message: Message) -> dict[str, Any]:
