@@ -132,6 +132,8 @@ def test_without_a_name_the_first_model_of_the_routes_kind_answers(server: Serve
     assert post(server, "/v1/embeddings", input=QUESTION)["data"] == named["data"] and named["model"] == "embedder"
     assert post(server, "/embed", inputs=QUESTION) == [named["data"][0]["embedding"]]
     assert post(server, "/predict", input=TEXTS[0])["model"] == "texts"
+    mixed = server.client.post("/predict", json={"model": "texts", "image": "AAAA"})
+    assert mixed.status_code == 400 and "takes texts" in mixed.text
     info = server.client.get("/info", params={"model": "embedder"}).json()
     assert info["kind"] == "embed" and info["worker"]["model"]["architecture"] == "BertModel"
     assert info["replicas"][0]["predictor"]["dimensions"] == 32
@@ -205,5 +207,3 @@ def test_image_is_uploaded_as_a_form_to_the_model_that_the_form_names(server: Se
     assert uploaded.json()["predictions"] == encoded["predictions"]
     broken = server.client.post("/predict", json={"model": "images", "image": "AAAA"})
     assert broken.status_code == 400
-    mixed = server.client.post("/predict", json={"model": "texts", "image": "AAAA"})
-    assert mixed.status_code == 400 and "takes texts" in mixed.text
