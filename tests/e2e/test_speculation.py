@@ -138,6 +138,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
         return [ask_all(plain, **fields) for fields in (GREEDY, SEEDED)]
 
 
+# Their drafters begin anew in another worker, too, which ngram+draft shows for both: a new worker takes five seconds.
+NOT_KILLED_ALONE = ("ngram", "draft")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("drafter", "flags"),
@@ -161,7 +165,8 @@ def test_answers_are_those_without_drafts_even_when_a_worker_is_killed(
         assert server.client.get("/info").json()["replicas"][0]["drafter"] == drafter
         none = server.generate(PROMPTS[0], **GREEDY, max_drafts=0)
         assert none["generated_text"] == expected[0][0] and "drafted_tokens" not in none["usage"]
-        check_with_killed_worker(server, expected[0][0])
+        if flags or drafter not in NOT_KILLED_ALONE:
+            check_with_killed_worker(server, expected[0][0])
 
 
 def ask_until_drafts_are_accepted(server: ServerProcess, expected: list[Any]) -> None:
