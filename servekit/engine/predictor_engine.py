@@ -105,7 +105,8 @@ class PredictorEngine(OneModel):
         self._ended_s: deque[float] = deque(maxlen=4096)  # times at which items ended
         self._probe = ReadinessProbe(self._predict_probe, clock)
         self._main_loop: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None  # of the next `_pump`
+        self._is_pump_due = False  # whether that is as soon as possible, and not at a time
         self._outage: ServekitError | None = None  # while there has been no worker for worker_restart_timeout
         self._is_draining = False
         self._rejects_requests = False
@@ -247,8 +248,7 @@ class PredictorEngine(OneModel):
                 await self._main_loop
         self._probe.stop()
         self.fail_all(shutting_down())
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_pump()
         await self._executor.stop(graceful)
         if self._tokenizer is not None:
             self._tokenizer.close()
@@ -298,7 +298,7 @@ class PredictorEngine(OneModel):
             self._tokens.take(tenant, entry.length)
             self.batcher.add(entry)
         self.metrics.predictions.admitted(num_items, num_tokens if self._tokenizer is not None else 0)
-        self._pump()
+        self._pump_soon()
         return state
 
     async def abort_request(self, tenant: str, request_id: str) -> int:
@@ -439,21 +439,38 @@ class PredictorEngine(OneModel):
                     return failure
             self._pump()
 
+    def _pump_soon(self) -> None:
+        """Call `_pump` when the event loop has run what else waits: to admit a thousand items took milliseconds."""
+        if self._is_pump_due:
+            return  # to schedule it anew would let callers that come all the time put it off for ever
+        self._cancel_pump()
+        self._is_pump_due = True
+        self._timer = asyncio.get_running_loop().call_soon(self._pump)
+
     def _pump(self) -> None:
-        """Send the worker the batches that are due, and set a timer for the next one."""
+        """Send the worker a batch if one is due, and call this again when the next one may be.
+
+        It is one batch, because to plan and to encode one of hundreds of images takes some milliseconds.
+        """
+        self._cancel_pump()
         now_s = self._clock()
         self._fail_items(self.batcher.expire(now_s), _missed_deadline, "expired")
         if not self._executor.is_ready:
             wake_s = self.batcher.next_deadline_s()
+        elif (batch := self.batcher.plan(now_s)) is not None:
+            self._send(batch, now_s)
+            self._pump_soon()
+            return
         else:
-            while (batch := self.batcher.plan(now_s)) is not None:
-                self._send(batch, now_s)
             wake_s = min(self.batcher.next_plan_s(), self.batcher.next_deadline_s())
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if wake_s != NEVER:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_s - now_s), self._pump)
+
+    def _cancel_pump(self) -> None:
+        """Cancel the next call of `_pump`, if there is one."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._is_pump_due = None, False
 
     def _send(self, batch: Batch, now_s: float) -> None:
         items = tuple(self._unfinished[item.item_id][2] for item in batch.items)

@@ -31,7 +31,7 @@ from servekit.inference import DecodeOutputs, InferenceRequest, Tensor
 from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import Activation, PredictorInfo, PredictorKind
 
-MANY_INPUTS = 2**10
+MANY_INPUTS = 2**8
 BYTES_PER_NUMBER = 24  # of an answer: four as they are computed, and up to twenty as JSON
 BYTES_PER_BASE64_NUMBER = 12  # four as they are computed, and less than six as base64, with room for a copy of a piece
 BYTES_PER_SCORE = 48  # the same, with the names of its fields

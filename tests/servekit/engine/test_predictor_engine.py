@@ -69,6 +69,41 @@ async def test_results_come_in_the_order_of_the_inputs_whatever_the_batches(engi
     assert predictor.stats().num_waiting == 0 and predictor._places.total == predictor._tokens.total == 0
 
 
+async def test_one_callback_sends_one_batch(checkpoint: Path) -> None:
+    """To plan and to encode several batches of images in one piece would hold the event loop for milliseconds."""
+    async with local_engine(checkpoint, PredictorKind.EMBED, max_num_seqs=2, max_steps_in_flight=2) as made:
+        predictor, executor = made
+        executor.hold = True
+        state = await predictor.submit(request(*TEXTS[:5]))
+        num_sent = []
+        for _ in range(3):
+            num_sent.append(len(executor.sent))
+            await asyncio.sleep(0)
+        assert num_sent == [0, 1, 2]
+        executor.release()
+        assert len(await state.results()) == 5
+
+
+async def test_requests_that_come_all_the_time_do_not_put_off_the_next_batch(engine: Engine) -> None:
+    predictor, executor = engine
+    executor.hold, loop, num_left = True, asyncio.get_running_loop(), 20
+
+    def come() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left:
+            loop.call_soon(come)  # before what this one schedules
+        predictor._pump_soon()
+
+    state = await predictor.submit(request(*TEXTS[:2]))
+    come()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert num_left and len(executor.sent) == 1
+    executor.release()
+    assert len(await state.results()) == 2
+
+
 async def test_what_a_lost_worker_had_is_computed_again(engine: Engine) -> None:
     predictor, executor = engine
     executor.hold = True
