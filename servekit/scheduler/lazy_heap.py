@@ -45,7 +45,9 @@ class LazyHeap:
     @property
     def first_key(self) -> float:
         """The key of the first valid entry; infinite if there is none."""
-        return inf if self.first() is None else self._entries[0][0]
+        if not self._entries or self.first() is None:
+            return inf
+        return self._entries[0][0]
 
     def pop(self) -> tuple[float, Sequence]:
         """Remove the first entry, and return its key and its sequence. Raises IndexError if there is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import chain, repeat
 
 from msgspec import Struct
@@ -24,25 +23,24 @@ class SequenceToken(Struct, frozen=True, gc=False):
     failure: str | None = None  # why there is no token, if the worker could not choose one
 
 
-@dataclass(slots=True)
-class Step:
+class Step(Struct):
     """What is planned for a step, and which sequences wait for which part of its result."""
 
     step_id: int
     planned_s: float
     budget: int  # tokens that may still be scheduled
-    slot_assignments: list[SlotAssignment] = field(default_factory=list)
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    slot_assignments: list[SlotAssignment] = []
+    chunks: list[ScheduledChunk] = []
+    copies: list[tuple[int, int]] = []
     loads: tuple[tuple[bytes, int], ...] = ()
-    sampled: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, its incarnation) for each span
-    num_drafts: dict[int, int] = field(default_factory=dict)  # planned ones, by index into `sampled`
+    sampled: list[tuple[Sequence, int]] = []  # (sequence, its incarnation) for each span
+    num_drafts: dict[int, int] = {}  # planned ones, by index into `sampled`
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.
-    prompt_logprobs: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[Sequence, int]] = {}
     # What the step computes of prompts: sequence, incarnation, first position, number of positions, whether it samples.
-    prefills: list[tuple[Sequence, int, int, int, bool]] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int, int, int, bool]] = []
     # Which sequences have a slot but no part in the step: sequence, its incarnation, why, and by which setting.
-    left_out: list[tuple[Sequence, int, TimeCause, str]] = field(default_factory=list)
+    left_out: list[tuple[Sequence, int, TimeCause, str]] = []
     num_decodes: int = 0
     num_prefill_tokens: int = 0
     result: StepResult | None = None  # if it came before the result of an earlier step
@@ -56,9 +54,9 @@ class Step:
             and (not counts or self._may_count(result))
             and len(result.token_ids) == num_tokens
             and len(result.logprobs) in (0, num_tokens)
-            and all(map(self._was_requested, result.prompt_logprobs))
-            and all(0 <= index < num_spans for index, _ in result.failures)
-            and all(0 <= index < num_spans for index in result.deferred)
+            and (not result.prompt_logprobs or all(map(self._was_requested, result.prompt_logprobs)))
+            and (not result.failures or all(0 <= index < num_spans for index, _ in result.failures))
+            and (not result.deferred or all(0 <= index < num_spans for index in result.deferred))
             and (result.transfers is None or self._may_fail(result.transfers.failed_loads))
         )
         if not fits:

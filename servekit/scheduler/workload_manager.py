@@ -278,28 +278,30 @@ class WorkloadManager:
         Advances `num_computed` as if the step were done, so that the next one can be planned while it runs.
         """
         self.log.now_s = now_s
-        if len(self._in_flight) >= (1 if self.quarantine else self.config.max_steps_in_flight):
+        has_suspects = bool(self.quarantine)
+        if len(self._in_flight) >= (1 if has_suspects else self.config.max_steps_in_flight):
             return None
         assert self.next_deadline_s > now_s, "expired work is never computed: `expire` comes before `plan`"
         while self._leaders_ready:
             leader = self._leaders_ready.pop()
             if leader.status is not Status.FINISHED:  # it may have been withdrawn, and may be back with its followers
                 self._release_followers(leader)
-        cleared = self.quarantine.clear()
-        if cleared is not None:
+        if has_suspects and (cleared := self.quarantine.clear()) is not None:
             self._release_from_quarantine(cleared)
-        if self.waiting_queue.has_shares and not self.quarantine:
+            has_suspects = bool(self.quarantine)
+        if self.waiting_queue.has_shares and not has_suspects:
             self._preempt_for_share()
         step = Step(self.next_step_id, now_s, self.step_token_limit)
-        self.kv_cache.prefixes.begin_step(step.step_id)
+        if self.kv_connector.is_on:
+            self.kv_cache.prefixes.begin_step(step.step_id)
         prefills = self._schedule_decodes(step)
         self.kv_cache.decodes_scheduled()
         prefill_limit = self.prefill_limiter.prefill_limit()
         prefill_rule = "itl_target_ms" if prefill_limit < step.budget else "max_num_batched_tokens"
         step.budget = min(step.budget, prefill_limit)
-        if self.quarantine:
+        if has_suspects:
             self._schedule_suspect(step, prefills)
-        else:
+        elif prefills or self.num_waiting:
             self._schedule_prefills(step, prefills)
         if self.config.max_drafts and step.num_decodes:
             self._schedule_drafts(step)
@@ -311,7 +313,9 @@ class WorkloadManager:
             return None
         self.next_step_id += 1
         self._in_flight.append(step)
-        stores, step.loads = self.kv_connector.take_transfers()
+        stores: tuple[tuple[int, bytes], ...] = ()
+        if self.kv_connector.is_on:
+            stores, step.loads = self.kv_connector.take_transfers()
         return StepPlan(
             self.epoch,
             step.step_id,
@@ -327,7 +331,7 @@ class WorkloadManager:
 
         Raises WorkerLost for a result that does not fit its step; then nothing is changed.
         """
-        step = next((step for step in self._in_flight if step.step_id == result.step_id), None)
+        step = self._find_in_flight(result.step_id)
         if step is None or step.result is not None or result.epoch != self.epoch:
             self.num_stale_results += 1
             return []
@@ -339,6 +343,12 @@ class WorkloadManager:
         while self._in_flight and self._in_flight[0].result is not None:
             self._settle(self._in_flight.popleft(), now_s, tokens)
         return tokens
+
+    def _find_in_flight(self, step_id: int) -> Step | None:
+        for step in self._in_flight:
+            if step.step_id == step_id:
+                return step
+        return None
 
     def finish(self, sequence_id: int, reason: FinishReason, num_output_tokens: int | None = None) -> bool:
         """End a sequence, whatever its state, and release all it holds. False if it had ended before or never existed.
@@ -467,6 +477,7 @@ class WorkloadManager:
         chunks, sampled, budget, step_id = step.chunks, step.sampled, step.budget, step.step_id
         block_size, num_stages = self.config.block_size, self.config.pipeline_parallel_size
         num_left, not_grown = min(budget, -(-len(self._running) // num_stages)), self.kv_cache.not_grown
+        left_pipeline_id = step_id - num_stages  # the newest step whose tokens the first stage knows
         prefills: list[Sequence] = []
         for sequence in self._running:
             if sequence.first_sampled_step_id is None:
@@ -484,7 +495,7 @@ class WorkloadManager:
                     )
                 continue
             num_pending = sequence.num_pending
-            if num_pending and sequence.last_step_id > step_id - num_stages:
+            if num_pending and sequence.last_step_id > left_pipeline_id:
                 continue  # its newest token is still in the pipeline
             new_blocks: tuple[int, ...] = ()
             if start == sequence.kv.capacity:
