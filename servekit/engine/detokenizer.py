@@ -7,12 +7,10 @@ string that can still follow.
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
+from codecs import utf_8_decode
 from collections.abc import Callable
 
 from servekit.parsing.text_reader import first_match, live_prefix_length
-
-_Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -30,7 +28,7 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._token_bytes = token_bytes
-        self._decode = _Utf8Decoder("replace").decode
+        self._incomplete = b""  # the first bytes of a character
         self._stop = stop
         self._include_stop = include_stop  # whether the text includes the stop string that ends it
         self._num_unstoppable = min_tokens - 1  # further tokens within which stop strings are ignored
@@ -40,6 +38,8 @@ class Detokenizer:
     def feed(self, token_id: int) -> str:
         """Return the text that this token completes; "" after a stop string."""
         text = self._decode(self._token_bytes(token_id))
+        if not self._stop:
+            return text  # for most sequences, this is all
         if self._num_unstoppable > 0:
             self._num_unstoppable -= 1
             return text
@@ -47,7 +47,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that is still held back. An incomplete character becomes U+FFFD."""
-        return self._release(self._decode(b"", True), is_last=True)
+        return self._release(self._decode(b"", is_last=True), is_last=True)
 
     def text_of(self, token_id: int, is_in_text: bool, is_last: bool) -> str:
         """Return the text that a token completes. With the last token, also what is still held back.
@@ -57,6 +57,13 @@ class Detokenizer:
         text = self.feed(token_id) if is_in_text else ""
         if is_last and self.stop_string is None:
             text += self.finish()
+        return text
+
+    def _decode(self, following: bytes, is_last: bool = False) -> str:
+        """Return the characters that are complete with these bytes."""
+        waiting = self._incomplete + following
+        text, num_used = utf_8_decode(waiting, "replace", is_last)
+        self._incomplete = waiting[num_used:]
         return text
 
     def _release(self, text: str, is_last: bool) -> str:

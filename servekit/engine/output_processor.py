@@ -47,8 +47,9 @@ class OutputProcessor:
         num_delivered = 0
         first_token_latencies_s: list[float] = []
         inter_token_latencies_s: list[float] = []
+        find_output = self._registry.output
         for token in tokens:
-            output = self._registry.output(token.sequence.sequence_id)
+            output = find_output(token.sequence.sequence_id)
             if output is None:
                 continue  # ended by a stop string, at an earlier token of its span or of an earlier result
             if token.failure is not None:

@@ -65,6 +65,8 @@ class Tokenizer:
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        # Whether a token id is that of a special token. It is asked once for each token, so it is no method in Python.
+        self.is_special: Callable[[int], bool] = self._special.__contains__
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._ids_of_added = {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
         self._first_ids = tuple(tokenizer.encode("").ids)  # special tokens that every prompt begins with
@@ -162,9 +164,6 @@ class Tokenizer:
     def added_token_id(self, text: str) -> int | None:
         """The id of the token that was added to the vocabulary with this text; None if there is none."""
         return self._ids_of_added.get(text)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
 
     def make_detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         """A detokenizer for one answer."""

@@ -24,10 +24,12 @@ class StepSummary(Struct, frozen=True, gc=False):
     @staticmethod
     def of(plan: StepPlan) -> StepSummary:
         """Decode tokens belong to chunks of a single position, and its drafts, that sample; all others are prefill."""
-        num_decode_tokens = sum(
-            chunk.num_tokens for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1 + chunk.num_drafts
-        )
-        num_prefill_tokens = plan.num_tokens - num_decode_tokens
+        num_prefill_tokens = num_decode_tokens = 0
+        for chunk in plan.chunks:
+            if chunk.samples and chunk.num_tokens == 1 + chunk.num_drafts:
+                num_decode_tokens += chunk.num_tokens
+            else:
+                num_prefill_tokens += chunk.num_tokens
         return StepSummary(plan.epoch, plan.step_id, num_prefill_tokens, num_decode_tokens, len(plan.chunks))
 
 

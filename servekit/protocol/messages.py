@@ -243,7 +243,7 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def has_drafts(self) -> bool:

@@ -89,9 +89,11 @@ class NativeResponseBuilder:
 
     def _stream_event(self, answer: Answer, deltas: list[TokenDelta], is_first: bool) -> StreamEvent:
         """Return an event for an answer's newest deltas. If they have several tokens, it names the last one."""
-        text = "".join(delta.text for delta in deltas)
-        last = next((delta for delta in reversed(deltas) if delta.token_id is not None), None)
-        written = StreamEvent(answer.num_tokens, None if last is None else self._generated_token(last, text))
+        last, text = deltas[-1], deltas[0].text
+        if len(deltas) > 1:
+            last = next((delta for delta in reversed(deltas) if delta.token_id is not None), last)
+            text = "".join([delta.text for delta in deltas])
+        written = StreamEvent(answer.num_tokens, None if last.token_id is None else self._generated_token(last, text))
         if is_first and self._state.request.prompt_logprobs is not None:
             written.prompt_tokens = list(self._prompt_tokens(0))
         if answer.is_finished:

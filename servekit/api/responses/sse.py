@@ -140,7 +140,10 @@ class EventStream(Response):
                 deltas = await queue.get()
                 if times is not None and deltas and deltas[-1].finish_reason is not None:
                     times.answered()
-                written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else nothing
+                if len(deltas) == 1:  # as almost always, with an interval of 1 and a reader that keeps up
+                    written = to_events(deltas)
+                else:
+                    written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else nothing
                 if written:
                     await _send(send, written, times=times)
                     keep_alive.note(queue)
