@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
@@ -434,3 +436,25 @@ def test_tokens_beyond_the_logits_are_left_out_with_the_merges_that_make_them() 
         assert isinstance(outcome, Done)
         mask = matcher_for(outcome.text, tokenizer).compute_bitmask()
         assert any(mask) and int.from_bytes(mask, "little") >> min(vocab_size, 2048) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [31, 64, 1000])
+def test_tokens_without_a_bit_get_minus_infinity_and_others_keep_their_logits(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "LIMITS_AT_ONCE", 2 * num_tokens)  # several parts
+    random = np.random.default_rng(0)
+    bits = random.integers(-(2**31), 2**31, size=(5, -(-num_tokens // 32)), dtype=np.int32)
+    logits = torch.from_numpy(random.normal(size=(5, num_tokens)).astype(np.float32))
+    logits[1, 3] = -float("inf")
+    expected = [
+        [
+            float(logits[row, token]) if bits[row, token // 32] >> token % 32 & 1 else -float("inf")
+            for token in range(num_tokens)
+        ]
+        for row in range(5)
+    ]
+    before = logits.clone()
+    assert structured_output._exclude(logits, bits, in_place=False).tolist() == expected
+    assert torch.equal(logits, before)
+    assert structured_output._exclude(logits, bits, in_place=True) is logits and logits.tolist() == expected
