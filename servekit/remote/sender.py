@@ -46,6 +46,12 @@ class Attempt:
         if self._permit is not None:
             self._sender.note_answering(self._permit)
 
+    def hand_over(self) -> Attempt:
+        """Return an attempt in place of this one, whose end is reported later: the answer is there, and not read."""
+        permit, self._permit = self._permit, None
+        assert permit is not None, "how it ended is reported"
+        return Attempt(self._sender, permit)
+
     def report(self, outcome: Outcome, result: str) -> None:
         """Report how it ended. Only the first report counts."""
         permit, self._permit = self._permit, None
@@ -142,9 +148,9 @@ class Sender:
     async def send(self, exchange: Callable[[Attempt], Awaitable[None]]) -> None:
         """Send a request, and retry if it fails before any part of the answer has come. Call it with a connection.
 
-        `exchange` sends it once. It reports ANSWERED itself, and raises Failure, RequestError if the server refuses it
-        later than with a status, or RemoteFailed for an invalid answer. This raises ServekitError: that of the last
-        failure, or RemoteUnavailable if the request must not be sent.
+        `exchange` sends it once. It reports ANSWERED itself, or hands the attempt over. It raises Failure, RequestError
+        if the server refuses it later than with a status, or RemoteFailed for an invalid answer. This raises
+        ServekitError: that of the last failure, or RemoteUnavailable if the request must not be sent.
         """
         self._retries.request_began()
         for number in itertools.count():

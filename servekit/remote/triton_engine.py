@@ -48,11 +48,18 @@ FAILED_STATUS = 500  # Triton's, with a message, also for an exception in a mode
 BUSY_STATUSES = (503,)  # Triton's for a full queue, without a Retry-After
 
 
+class _Undecoded(Struct):
+    """A large answer, and the attempt that it ends."""
+
+    answer: bytearray
+    attempt: Attempt
+
+
 class _Live(Struct, eq=False):
     """An inference that has not ended."""
 
     caller: Caller
-    task: asyncio.Task[list[Tensor] | bytearray]
+    task: asyncio.Task[list[Tensor]]
     error: ServekitError | None = None  # why this server ended it
 
 
@@ -177,16 +184,12 @@ class TritonEngine(RemoteModel):
         metrics, started_s, outcome = self.metrics.predictions, self._clock(), "failed"
         self.sender.places.take(caller.tenant, 1)
         metrics.admitted(request.num_inputs, 0)
-        live = _Live(caller, asyncio.create_task(self._infer(body, caller), name="servekit remote inference"))
+        live = _Live(caller, asyncio.create_task(self._compute(body, caller, decode), name="servekit remote inference"))
         self._live.add(live)
         try:
             deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
             async with asyncio.timeout(deadline_s):
-                answer = await live.task
-                if isinstance(answer, list):
-                    outputs = answer
-                else:
-                    outputs = read_answer(answer) if decode is None else await decode(answer)
+                outputs = await live.task
             outcome = "computed"
             return outputs
         except TimeoutError:
@@ -203,9 +206,24 @@ class TritonEngine(RemoteModel):
             for _ in range(request.num_inputs):
                 metrics.ended(outcome, self._clock() - started_s)
 
-    async def _infer(self, body: list[Bytes], caller: Caller) -> list[Tensor] | bytearray:
+    async def _compute(self, body: list[Bytes], caller: Caller, decode: DecodeOutputs | None) -> list[Tensor]:
+        """Return the outputs. A large answer is decoded when its connection is free again."""
+        answer = await self._infer(body, caller)
+        if isinstance(answer, list):
+            return answer
+        try:
+            outputs = read_answer(answer.answer) if decode is None else await decode(answer.answer)
+            answer.attempt.report(Outcome.ANSWERED, "answered")
+            return outputs
+        except RemoteFailed:  # it is invalid
+            answer.attempt.report(Outcome.FAILED, "failed")
+            raise
+        finally:
+            answer.attempt.report(Outcome.UNKNOWN, "aborted")
+
+    async def _infer(self, body: list[Bytes], caller: Caller) -> list[Tensor] | _Undecoded:
         """Return the outputs, or an answer that is not decoded yet."""
-        answer: list[Tensor] | bytearray = []
+        answer: list[Tensor] | _Undecoded = []
 
         async def exchange(attempt: Attempt) -> None:
             nonlocal answer
@@ -226,7 +244,7 @@ class TritonEngine(RemoteModel):
                 leave_queue()
         return answer
 
-    async def _exchange(self, attempt: Attempt, body: list[Bytes], request_id: str) -> list[Tensor] | bytearray:
+    async def _exchange(self, attempt: Attempt, body: list[Bytes], request_id: str) -> list[Tensor] | _Undecoded:
         """Send an inference once. Raises Failure or RemoteFailed."""
         timeout_s, started_s = self.settings.answer_timeout, self._clock()
         try:
@@ -248,7 +266,9 @@ class TritonEngine(RemoteModel):
             raise
         if len(answer) > MAX_ANSWER_BYTES:
             raise RemoteFailed(f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes")
-        outputs = read_answer(answer) if len(answer) <= MAX_INLINE_BYTES else answer
+        if len(answer) > MAX_INLINE_BYTES:
+            return _Undecoded(answer, attempt.hand_over())
+        outputs = read_answer(answer)
         attempt.report(Outcome.ANSWERED, "answered")
         return outputs
 

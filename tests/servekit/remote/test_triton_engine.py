@@ -376,6 +376,19 @@ async def test_model_whose_code_fails_for_some_inputs_does_not_open_the_breaker_
     assert values_of(await engine.infer(SUM, Caller("other")))["LARGEST"] == [22]
 
 
+@pytest.mark.parametrize("num_bytes", [10, MAX_INLINE_BYTES])
+async def test_invalid_answers_open_the_breaker_whatever_their_size(
+    triton: TritonServer, start: Started, num_bytes: int
+) -> None:
+    engine = await start(triton, failures_to_open=2, max_retries=0)
+    triton.failures = [(200, {"outputs": 1, "more": "a" * num_bytes})] * 2
+    for _ in range(2):
+        with pytest.raises(RemoteFailed, match="sent an invalid answer"):
+            await engine.infer(SUM)
+    assert engine.sender.breaker.state is State.OPEN
+    assert metrics_of(engine)['remote_requests_total{result="failed"}'] == 2
+
+
 async def test_silent_server_is_a_timeout_and_is_not_asked_again(triton: TritonServer, start: Started) -> None:
     engine = await start(triton, answer_timeout=0.2)
     triton.hold = threading.Event()
@@ -438,6 +451,25 @@ async def test_ends_of_requests_that_run_there(triton: TritonServer, start: Star
     metrics = metrics_of(engine)
     outcomes = ("expired", "aborted", "failed", "computed")
     assert [metrics[f'prediction_items_total{{outcome="{each}"}}'] for each in outcomes] == [1, 1, 2, 0]
+
+
+async def test_an_inference_can_be_ended_while_its_answer_is_decoded(triton: TritonServer, start: Started) -> None:
+    engine, is_decoding = await start(triton), asyncio.Event()
+
+    async def decode(_: bytearray) -> list[Tensor]:
+        is_decoding.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    triton.failures = [(200, {"outputs": [], "more": "a" * MAX_INLINE_BYTES})]
+    running = asyncio.create_task(engine.infer(SUM, Caller(tenant="a", request_id="7"), decode))
+    async with asyncio.timeout(30):
+        await is_decoding.wait()
+        assert not engine.sender.num_connections, "others may use the connection"
+        assert await engine.abort_request("a", "7") == 1
+        with pytest.raises(InvalidRequest, match="was aborted"):
+            await running
+    assert metrics_of(engine)['remote_requests_total{result="aborted"}'] == 1
 
 
 async def test_queue_is_bounded_and_texts_are(triton: TritonServer, start: Started) -> None:
