@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from servekit.api_processes import messages as ms
 from servekit.engine.adapter_registry import AdapterUse
-from servekit.errors import ServekitError
 from servekit.protocol.lora import LoraAdapter
 
 
@@ -67,9 +66,7 @@ class RemoteAdapters:
         question = ms.UseAdapter(question_id=self._engine_process.next_question_id(), use=number, name=name)
         try:
             adapter = await self._engine_process.ask(question, LoraAdapter)
-        except ServekitError:
-            raise
-        except BaseException:  # the client has left, and the engine process may have answered
+        except BaseException:  # the client has left, or the engine process is slow: it may give a place all the same
             release()
             raise
         return AdapterUse(adapter, release)

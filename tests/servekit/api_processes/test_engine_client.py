@@ -7,10 +7,13 @@ from typing import Any, cast
 import pytest
 from msgspec import Struct
 
+from servekit.api_processes import engine_client
 from servekit.api_processes import messages as ms
 from servekit.api_processes.engine_client import EngineClient
+from servekit.api_processes.remote_adapters import RemoteAdapters
 from servekit.config import ServeConfig
-from servekit.errors import WorkerNotReady
+from servekit.errors import InternalError, WorkerNotReady
+from servekit.request import GenerationRequest, Prompt, Sampling
 
 
 def make_client() -> tuple[EngineClient, list[Struct]]:
@@ -51,3 +54,16 @@ async def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
     client.receive(ms.Reply(99))
     client.receive(ms.RequestFailed(5, ms.Failure("WorkerLost", "gone")))
     client.receive(ms.PromptLogprobsPart(5, 0, []))
+
+
+async def test_what_the_engine_process_gives_too_late_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "ANSWER_TIMEOUT_S", 0.01)
+    client, sent = make_client()
+    with pytest.raises(InternalError, match="did not answer within"):
+        await client.take_places(GenerationRequest(prompts=[Prompt("a", "prompt")], sampling=Sampling()))
+    reserve, release = sent
+    assert isinstance(reserve, ms.ReservePlaces) and release == ms.ReleaseRequest(reserve.request)
+    with pytest.raises(InternalError, match="did not answer within"):
+        await RemoteAdapters(client).wait_for_use("sql")
+    use, release = sent[2:]
+    assert isinstance(use, ms.UseAdapter) and release == ms.ReleaseAdapter(use.use)
