@@ -482,7 +482,13 @@ def adapter_queries() -> dict[str, str]:
     return queries
 
 
-def test_a_replica_without_a_worker_does_not_count_as_one_without_a_wait() -> None:
+def without_parentheses(expression: Any) -> Any:
+    while isinstance(expression, promql_parser.ParenExpr):
+        expression = expression.expr
+    return expression
+
+
+def test_neither_a_replica_without_a_worker_nor_a_model_without_requests_hides_the_wait_of_others() -> None:
     (keda,) = of_kind(rendered("cpu"), "ScaledObject")
     waiting, wait = (trigger["metadata"]["query"] for trigger in keda["spec"]["triggers"])
     from_adapter = adapter_queries()
@@ -491,10 +497,11 @@ def test_a_replica_without_a_worker_does_not_count_as_one_without_a_wait() -> No
     for query in (wait, from_adapter["servekit_predicted_wait_seconds"]):
         average = promql_parser.parse(query)
         assert isinstance(average, promql_parser.AggregateExpr) and str(average.op) == "avg"
-        shortest: Any = average.expr
-        while isinstance(shortest, promql_parser.ParenExpr):
-            shortest = shortest.expr
-        assert str(shortest.op) == "min" and "pod" in shortest.modifier.labels
+        longest = without_parentheses(average.expr)
+        assert str(longest.op) == "max" and "pod" in longest.modifier.labels
+        assert "model_name" not in longest.modifier.labels
+        shortest = without_parentheses(longest.expr)
+        assert str(shortest.op) == "min" and {"pod", "model_name"} <= set(shortest.modifier.labels)
         assert is_of_replicas_with_workers(shortest.expr, ["pod", "model_name", "replica"])
 
 
