@@ -37,6 +37,7 @@ _SUFFIX, _UNFINISHED = ".block", ".unfinished"
 MAX_UNWRITTEN_BYTES = 2**28  # bytes that wait for the disk
 MAX_WORKERS = 64  # workers that share a folder
 NUM_READERS = 4  # threads; one waits for the disk while another computes a checksum
+UNUSED_S = 30 * 24 * 3600  # after which blocks of other models, of other settings and of other workers are deleted
 
 
 class DiskTier:
@@ -184,6 +185,7 @@ class DiskTier:
 
     def _write_all(self) -> None:
         """Write blocks for the whole life of the process."""
+        self._delete_unused()
         while True:
             key = self._queue.get()
             with self._lock:
@@ -212,6 +214,20 @@ class DiskTier:
                 log.warning("KV blocks are not written to %s: %s; further failures are only counted", path, error)
             self._delete_oldest()
 
+    def _delete_unused(self) -> None:
+        """Delete the blocks of all other folders that were not used for long: nothing else might ever read them.
+
+        A worker that uses such a folder computes the block again. The folders stay, because a worker may claim one now.
+        """
+        lock = self._folder / "lock"
+        with contextlib.suppress(OSError):
+            os.utime(lock)
+            newest_s = lock.lstat().st_mtime - UNUSED_S  # by the clock that the times of files are from
+            for folder in _private_folders_in(self._folder.parent.parent):
+                for other in _private_folders_in(folder):
+                    if other != self._folder:
+                        _delete_blocks(other, newest_s)
+
     def _delete_oldest(self) -> None:
         while True:
             with self._lock:
@@ -226,9 +242,27 @@ class DiskTier:
 def _make_private(folder: Path) -> None:
     """Make a folder for this user only. Raises OSError if there is one that others can use, or that is another's."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if not _is_private(folder):
         raise OSError(f"{folder} is not a folder of this user alone (mode 0700)")
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether it is a folder, and no link, that only this user can use."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _private_folders_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _is_private(path)]
+
+
+def _delete_blocks(folder: Path, newest_s: float) -> None:
+    """Delete the files of blocks in a folder that were not used since that time."""
+    for path in folder.iterdir():
+        if path.suffix in (_SUFFIX, _UNFINISHED) and _key_of(path) is not None:
+            with contextlib.suppress(OSError):
+                if path.lstat().st_mtime < newest_s:
+                    path.unlink()
 
 
 def _private(path: str, flags: int) -> int:

@@ -184,3 +184,23 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="1 workers use it already"):
         make_tier(tmp_path / "shared")
     assert len(first) == 0 and os.listdir(only_folder(tmp_path / "shared")) == ["lock"]
+
+
+def test_blocks_of_models_that_are_not_used_any_more_are_deleted_after_a_month(tmp_path: Path) -> None:
+    month_s, others = 30 * 24 * 3600, tmp_path / "notes" / "0"
+    others.mkdir(parents=True)
+    for folder in (others.parent, others):
+        folder.chmod(0o755)  # of somebody else: not a worker's
+    (others / f"{KEYS[0].hex()}.block").write_bytes(b"")
+    write(make_tier(tmp_path, "old"), *KEYS[:3])
+    (old,) = {path.parent for path in tmp_path.rglob(f"{KEYS[2].hex()}.block")}
+    for key, days in ((KEYS[0], 31), (KEYS[1], 29)):
+        used_s = time.time() - month_s - (days - 30) * 24 * 3600
+        os.utime(old / f"{key.hex()}.block", (used_s, used_s))
+    os.utime(others / f"{KEYS[0].hex()}.block", (0, 0))
+    (old / "readme.block").write_text("not a block")
+    os.utime(old / "readme.block", (0, 0))
+    write(make_tier(tmp_path, "new"), KEYS[3])  # it deletes before it writes
+    left = {path.name for path in old.iterdir()}
+    assert left == {"lock", "readme.block", f"{KEYS[1].hex()}.block", f"{KEYS[2].hex()}.block"}
+    assert len(list(others.iterdir())) == 1
