@@ -201,7 +201,7 @@ void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_
                    const attention_metadata *metadata, const lora_step *adapters, const scalar *cosines,
                    const scalar *sines, scalar *x, scalar *workspace, void *gemm_workspace);
 
-/* Call this before a step that decode_layers does not run: all threads compute until its next multiplication. See team.h. */
+/* Call this before a step that decode_layers does not run: all threads compute until its next multiplication. See team.c. */
 void use_all_threads(void);
 
 #endif

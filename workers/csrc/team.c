@@ -12,6 +12,7 @@
    that is small would stay so as long as there are only such steps. The results of our own kernels do not depend on the
    number of threads. */
 
+#include "kernels.h"
 #include "team.h"
 
 #include <omp.h>

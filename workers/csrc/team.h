@@ -15,7 +15,4 @@ void end_work(void);
 /* Call this after the region. */
 void end_region(int64_t began_ns);
 
-/* Call this before work that has no such regions. All threads compute until the next region begins. */
-void use_all_threads(void);
-
 #endif
