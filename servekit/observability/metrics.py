@@ -688,6 +688,15 @@ class _SchedulerCollector(Collector):
         yield cache
 
     def _collect_one(self, stats: SchedulerStats, idle_s: float) -> Iterator[Metric]:
+        """Yield the metrics of one replica."""
+        yield from self._collect_sequences(stats)
+        yield from self._collect_memory(stats)
+        yield from self._collect_limits(stats)
+        yield from self._collect_predictions(stats)
+        yield from self._collect_counts(stats)
+        yield self._counter("scheduler_idle_seconds", "Seconds in which the main loop had nothing to do.", idle_s)
+
+    def _collect_sequences(self, stats: SchedulerStats) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Sequences that hold a slot and KV blocks.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences in the waiting queue.", stats.num_waiting)
         reasons = GaugeMetricFamily(
@@ -702,12 +711,16 @@ class _SchedulerCollector(Collector):
         yield self._gauge(
             "num_tokens_waiting", "Prompt tokens of sequences that wait for their first step.", stats.num_waiting_tokens
         )
+
+    def _collect_memory(self, stats: SchedulerStats) -> Iterator[Metric]:
         used = 1.0 - stats.num_free_blocks / stats.num_blocks
         yield self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", used)
         yield self._gauge("kv_blocks_total", "KV blocks in the pool.", stats.num_blocks)
         yield self._gauge(
             "kv_blocks_free", "KV blocks that can be allocated, cached ones included.", stats.num_free_blocks
         )
+
+    def _collect_limits(self, stats: SchedulerStats) -> Iterator[Metric]:
         yield self._gauge("prefill_limit_tokens", "Prefill tokens that the next step may compute.", stats.prefill_limit)
         yield self._gauge(
             "step_token_limit",
@@ -719,6 +732,8 @@ class _SchedulerCollector(Collector):
             "Quarantined sequences: they run one at a time, because workers crashed while they ran.",
             stats.num_quarantined,
         )
+
+    def _collect_predictions(self, stats: SchedulerStats) -> Iterator[Metric]:
         yield self._gauge(
             "predicted_wait_seconds",
             "Predicted seconds that a request which comes now waits before it starts; the limit is max_predicted_wait.",
@@ -749,6 +764,8 @@ class _SchedulerCollector(Collector):
             "Median relative error of the predicted time to the last token, over the last 256 predictions.",
             stats.end_error,
         )
+
+    def _collect_counts(self, stats: SchedulerStats) -> Iterator[Metric]:
         yield self._counter(
             "num_preemptions", "Times that a running sequence lost its slot and its KV blocks.", stats.num_preemptions
         )
@@ -777,7 +794,6 @@ class _SchedulerCollector(Collector):
             "that to a later step.",
             stats.num_deferrals,
         )
-        yield self._counter("scheduler_idle_seconds", "Seconds in which the main loop had nothing to do.", idle_s)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"servekit_{name}", text, labels=["model_name", "replica"])
