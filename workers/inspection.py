@@ -1,7 +1,7 @@
 """Collect the facts that `servekit doctor` needs from a worker's Python: torch, C kernels, GPUs, a model's files.
 
-No weights are read, and nothing of the model is computed. The C kernels are loaded, and compiled if necessary, as at
-the start of a worker. Only this shows that the compiler and the cache folder can be used.
+No weights are read, and the model is not run. The C kernels are loaded, and compiled if necessary, as at the start of a
+worker. Only this shows that the compiler and the cache folder can be used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: metadata by key, and where each tensor is.
 
-The file may be hostile. Each count is compared with a limit, and with the bytes that are left, before anything is made
-of it. So time and memory are bounded by the limits below, whatever the file claims.
+The file may be malicious. Each count is compared with a limit, and with the bytes that are left, before anything is
+made of it. So time and memory are bounded by the limits below, whatever the file claims.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def _factors(header: Header, name: str, count: int) -> list[float]:
 def _dtype(header: Header) -> str:
     """Return the type that the model computes in where the operator does not choose: that of the file's 16-bit numbers.
 
-    Blocks say nothing of it; bfloat16 has the range of any model's activations.
+    Blocks do not show the type; bfloat16 has the range of any model's activations.
     """
     types = {tensor.type for tensor in header.tensors.values()}
     if types == {"F32"}:

@@ -807,7 +807,7 @@ class _SchedulerCollector(Collector):
 
 
 class _DraftCollector(Collector):
-    """What speculative decoding has drafted, read at each scrape. A server without it exports nothing of this."""
+    """What speculative decoding has drafted, read at each scrape. A server without it does not export these metrics."""
 
     def __init__(self, model_name: str, drafter: str, read_counts: Callable[[], list[DraftLengths]]) -> None:
         """`read_counts` gives the counts of each replica."""
@@ -908,7 +908,7 @@ class AdapterMetrics(Observer):
 
 
 class _AdapterCollector(Collector):
-    """The LoRA adapters that there are, read at each scrape. A server without them exports nothing of this."""
+    """The loaded LoRA adapters, read at each scrape. A server without them does not export these metrics."""
 
     def __init__(
         self, model_name: str, max_loras: int, read_usage: Callable[[], AdapterUsage], now_s: Callable[[], float]
@@ -967,7 +967,7 @@ class _QueueCollector(Collector):
 
 
 class _CostCollector(Collector):
-    """What the devices cost, read at each scrape. A server without a price exports nothing of this."""
+    """What the devices cost, read at each scrape. A server without a price does not export these metrics."""
 
     def __init__(self, model_name: str, read_cost: Callable[[], Cost]) -> None:
         self._model_name = model_name

@@ -41,7 +41,7 @@ def convert_tokenizer(path: Path, directory: Path) -> None:
         return
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a file that is not what it should be
+    except Exception as error:  # transformers raises various errors for a file that is not valid
         raise _refusal(path, in_one_line(error)) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

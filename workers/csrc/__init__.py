@@ -1,4 +1,4 @@
 """The C kernels, their ctypes bindings, and the module that compiles them at first use.
 
-May import nothing of workers.
+May import no other package of workers.
 """

@@ -1,4 +1,4 @@
 """The KV pages of one device, and their number formats.
 
-May import nothing of workers.
+May import no other package of workers.
 """

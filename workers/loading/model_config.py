@@ -32,7 +32,7 @@ def read_config(path: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a file that is not what it should be
+    except Exception as error:  # transformers raises various errors for a file that is not valid
         raise ConfigError(f"{path} holds no model configuration that can be served: {in_one_line(error)}") from None
     if getattr(config, "transformers_weights", WEIGHTS) not in (None, WEIGHTS):
         raise ConfigError(f"{path / 'config.json'} has transformers_weights; the weights must be in {WEIGHTS}")

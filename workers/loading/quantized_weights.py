@@ -204,7 +204,7 @@ def read_quantized_weights(
 ) -> tuple[PreTrainedModel, int]:
     """Return the model in `path`, on the CPU, and the bytes of its weights there: this rank's part, if there are ranks.
 
-    Raises ConfigError, SafetensorError, and whatever transformers makes of files that are no model.
+    Raises ConfigError, SafetensorError, and various errors of transformers for files that are not a model.
     """
     source, described = _open(path, config)
     model = build_model(path, source, described, dtype, attention, progress, weight_format, architecture, ranks)

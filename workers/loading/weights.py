@@ -39,7 +39,7 @@ def read_weights(
     have nothing to save: 2.2 GB of bfloat16 took 0.1 s here, and 2.5 s where they were to be float32, for which
     converting one tensor after the other and nothing else took 3.6 s (two cores, files in the page cache).
 
-    Raises ConfigError, SafetensorError, and whatever transformers makes of files that are no model.
+    Raises ConfigError, SafetensorError, and various errors of transformers for files that are not a model.
     """
     files = find_weights(path)
     check_extent(config, files, count_tensors(files))

@@ -46,7 +46,7 @@ class ImageProcessor:
             self._processor: Any = AutoImageProcessor.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, backend="pil"
             )
-        except Exception as error:  # whatever transformers makes of a file that is not what it should be
+        except Exception as error:  # transformers raises various errors for a file that is not valid
             raise ConfigError(
                 f"{path} has no image processor that can be used: {' '.join(str(error).split())[:300]}"
             ) from None

@@ -267,7 +267,7 @@ def _read_model(
             )
     except ConfigError:
         raise
-    except Exception as error:  # whatever transformers makes of files that are no model
+    except Exception as error:  # transformers raises various errors for files that are not a model
         if is_out_of_memory(error):
             raise
         raise ConfigError(f"transformers cannot load the model in {path}: {in_one_line(error)}") from error

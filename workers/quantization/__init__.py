@@ -1,4 +1,4 @@
 """Quantized weights: one type for all formats of quantized checkpoints, and rounding at load.
 
-May import nothing of workers.
+May import no other package of workers.
 """

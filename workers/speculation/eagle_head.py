@@ -146,7 +146,7 @@ def _try(head: Eagle3Head, loaded: LoadedModel) -> None:
 
 @contextmanager
 def _layer_errors_named(path: Path) -> Iterator[None]:
-    """Turn whatever transformers and torch make of a hostile configuration into a ConfigError."""
+    """Turn the various errors of transformers and torch for an invalid configuration into a ConfigError."""
     try:
         yield
     except Exception as error:

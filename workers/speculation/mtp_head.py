@@ -98,7 +98,7 @@ def load_mtp_head(path: Path, loaded: LoadedModel) -> MtpHead:
         replace_linears(layer, loaded.device, loaded.dtype)
     except ConfigError:
         raise
-    except Exception as error:  # whatever transformers makes of a checkpoint that is not what it should be
+    except Exception as error:  # transformers raises various errors for a checkpoint that is not valid
         raise ConfigError(
             f"--speculative mtp: the MTP layer of {architecture} in {path} cannot be read: {in_one_line(error)}; "
             "choose another drafter"
