@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 NUMBERS = ("F32", "F16", "BF16")
 
-# Ways to begin that change the model's own weights, so that the adapter alone is another model than the trained one.
+# Initialisations that change the model's own weights. An adapter without these changes would not be the trained one.
 CHANGE_THE_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 # Fields that change what an adapter computes, the values of them that change nothing, and what they are called.
@@ -51,7 +51,7 @@ UNSUPPORTED: dict[str, str] = {
 
 
 class AdapterConfig(msgspec.Struct):
-    """What is read of adapter_config.json; other fields are about training."""
+    """The fields of adapter_config.json that are read; the others are about training."""
 
     peft_type: str = "LORA"
     r: int = 8
@@ -167,7 +167,7 @@ def _num_bytes(file: Path, missing: str) -> int:
         raise ConfigError(missing) from None
     except OSError as error:
         raise ConfigError(f"{str(file)[:300]!r} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe might never end
         raise ConfigError(missing)
     return status.st_size
 
@@ -208,14 +208,14 @@ def _read_matrices(
         found.setdefault(module, {})[matrix] = name
     if not found:
         raise ConfigError(f"the adapter {str(path)!r} has no tensors")
-    # All shapes first: they stand in the header, and the numbers need not be read for a refusal.
+    # Shapes are checked first: they are in the header, so a refusal does not read the numbers.
     for module, pair in found.items():
         _check_shapes(opened, path, module, pair, modules[module], config.rank(module), max_rank)
     matrices = {}
     for module, pair in found.items():
         a = opened.get_tensor(pair["A"]).to(dtype)
         b = (opened.get_tensor(pair["B"]).float() * config.scale(module)).to(dtype)
-        # One such number would also reach the rows of others, as infinity times zero.
+        # One such number would also change the rows of others, because infinity times zero is NaN.
         if not (a.isfinite().all() and b.isfinite().all()):
             name = str(dtype).removeprefix("torch.")
             raise ConfigError(f"the adapter {str(path)!r} has numbers in {module!r} that are not finite in {name}")

@@ -42,10 +42,10 @@ class LoraLinear(ABC):
 
     @abstractmethod
     def add_rows(self, x: Tensor, output: Tensor, step: LoraStep) -> None:
-        """Add what the adapters of the step's rows give for x [num_rows, num_inputs] to the output, in place."""
+        """Add the product of the adapters of the step's rows with x [num_rows, num_inputs] to the output, in place."""
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add what the adapters of the present step give for x [num_rows, num_inputs] to the output, in place."""
+        """Add the product of the present step's adapters with x [num_rows, num_inputs] to the output, in place."""
         step = self.pool.step
         if step is not None:
             assert len(x) == step.num_rows, f"{len(x)} rows in a step of {step.num_rows}"

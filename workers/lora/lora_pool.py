@@ -69,7 +69,7 @@ class LoraPool:
         device: torch.device,
         other_ranks: OtherRanks | None = None,
     ) -> None:
-        """Make no place yet: `make_linear` does for each layer."""
+        """Allocates nothing yet: `make_linear` does, for each layer."""
         self.max_loras, self.max_rank, self._other_ranks = max_loras, max_rank, other_ranks
         self._parts: dict[str, LinearPart] = {}  # by layer, if there are other ranks
         self.dtype, self.device = dtype, device
@@ -80,7 +80,7 @@ class LoraPool:
         self.modules: dict[str, ModuleShape] = {}
         self._places: dict[LoraAdapter, int] = {}  # the least recently used first
         self._free = list(range(max_loras - 1, -1, -1))  # places without an adapter, the next one last
-        self._failed: dict[LoraAdapter, str] = {}  # why an adapter is not served any more
+        self._failed: dict[LoraAdapter, str] = {}  # the reason why an adapter is not served any more
         self._num_reads = self._num_evictions = 0  # since `take_counts`
         self._column_places = torch.arange(max_loras, device=device).repeat_interleave(max_rank)
 
@@ -167,7 +167,7 @@ class LoraPool:
         raise ConfigError(f"the files of the adapter {path!r} have changed; load it again under another name")
 
     def _make_room(self, needed: set[LoraAdapter]) -> None:
-        """Let a place be free. Raises ConfigError if all of them are needed."""
+        """Free a place. Raises ConfigError if all of them are needed."""
         if self._free:
             return
         idle = next((each for each in self._places if each not in needed), None)
@@ -177,7 +177,7 @@ class LoraPool:
         self._num_evictions += 1
 
     def _write(self, adapter: LoraAdapter, matrices: dict[str, LowRank]) -> int:
-        """Write an adapter into a free place, and return it. The place stays free where writing fails."""
+        """Write an adapter into a free place, and return it. The place stays free if writing fails."""
         place = self._free[-1]
         for linear in self._linears:
             linear.write(place, matrices)

@@ -40,17 +40,17 @@ from workers.speculation.drafter import Drafter, DraftRequest, Target
 
 log = logging.getLogger("servekit.worker")
 
-# The most tokens that one step computes to make up for steps in which no drafts were wanted. Where drafts are only
-# tried, it is as many as a few blocks, so that the step stays near the length of the others. Where they are wanted, a
-# sequence that waits for its drafts loses more.
+# The most tokens that one step computes to catch up after steps in which no drafts were wanted. If drafts are only
+# tried, the limit is a few blocks, so that the step takes about as long as others. If drafts are wanted, it is higher,
+# because a sequence loses more time by waiting for its drafts.
 MAX_CATCH_UP_TOKENS = 256
 MAX_WANTED_CATCH_UP_TOKENS = 2048
 # The last tokens of a sequence that are computed with the drafts after them: the newest one, and before it the last of
 # several drafts that were all accepted.
 MAX_LACKING = 2
-# Each plan that asks for drafts adds one to the demand, up to the maximum, and each other one subtracts one. From the
-# minimum on, drafts are wanted; two steps in which drafts are tried do not reach it. Below it, prompts are left out, if
-# one step can make up for them as soon as drafts are wanted.
+# Each plan that asks for drafts adds one to the demand, up to the maximum, and each other plan subtracts one. From the
+# minimum on, drafts are wanted; two steps in which drafts are tried do not reach it. Below the minimum, prompts are not
+# computed if one step can catch up as soon as drafts are wanted.
 MIN_DEMAND, MAX_DEMAND = 3, 7
 MAX_LEFT_OUT_TOKENS = MAX_CATCH_UP_TOKENS  # of one sequence
 _UNASSIGNED = -1
@@ -154,7 +154,7 @@ class _Added(msgspec.Struct):
 
 
 class _Tokens(msgspec.Struct):
-    """Of tokenizer.json: which token has which id. What splits texts into tokens does not matter to drafts."""
+    """The ids of tokens in tokenizer.json. What splits texts into tokens does not matter to drafts."""
 
     model: dict[str, msgspec.Raw]
     added_tokens: list[_Added] = []
@@ -241,9 +241,9 @@ class DraftModelDrafter(Drafter):
         return self._demand >= MIN_DEMAND
 
     def _assign(self, chunk: ScheduledChunk) -> None:
-        """Take over a slot's first chunk. What is before it is in the prefix cache, or was copied from another block.
+        """Take over a slot's first chunk.
 
-        The rest of the blocks is new.
+        Positions before it are in the prefix cache, or were copied from another block. The rest of the blocks is new.
         """
         block_size, block_ids = self.cache.block_size, np.array(chunk.new_block_ids, dtype=np.int64)
         num_cached = np.clip(chunk.start - np.arange(len(block_ids)) * block_size, 0, block_size)  # of each block
@@ -257,7 +257,7 @@ class DraftModelDrafter(Drafter):
     def _set_computed(self, slot: int, num_computed: int) -> None:
         """Set how far a slot is computed, and what its blocks have.
 
-        A block that is shared with another sequence may have more than that: then it is computed twice.
+        A block that is shared with another sequence may have more; then some positions are computed twice.
         """
         block_size, before = self.cache.block_size, self._num_computed[slot]
         self._num_computed[slot] = num_computed
@@ -284,13 +284,13 @@ class DraftModelDrafter(Drafter):
             first = self._num_computed[slot]
             num_missed = max(0, start - first)
             if first < 0 or num_missed > num_left:
-                continue  # what is missing here is made up for when drafts are made
+                continue  # missing positions are computed when drafts are made
             num_left -= num_missed
             spans.append((slot, first, min(end, self._max_length)))
         self._compute([span for span in spans if span[1] < span[2]])
 
     def prepare(self, requests: list[DraftRequest]) -> None:
-        """Make up for what sequences lack, but for the last tokens, which are computed with the drafts after them."""
+        """Compute the positions that sequences lack, except the last ones, which are computed with the drafts."""
         self._is_asked = True
         spans, num_left = [], MAX_WANTED_CATCH_UP_TOKENS if self._is_wanted else MAX_CATCH_UP_TOKENS
         for request in requests:
@@ -310,7 +310,7 @@ class DraftModelDrafter(Drafter):
             # The newest token is computed again if its successor was not valid, because it is what drafts follow.
             start = min(self._num_computed[request.slot], request.num_tokens - 1)
             if request.num_tokens - start > MAX_LACKING:
-                continue  # the next steps make up for it
+                continue  # the next steps compute it
             spans.append((request.slot, start, request.num_tokens))
             drafting.append((wanted[index], index))
         drafts: list[tuple[int, ...]] = [()] * len(requests)
@@ -368,7 +368,7 @@ class DraftModelDrafter(Drafter):
         slots = np.array([slot for slot, _, _ in spans])
         ends = np.array([stop for _, _, stop in spans])
         positions = ends + np.arange(num_steps)[:, None]
-        # Rows that want fewer drafts have no blocks for the last positions, and are left out by then.
+        # Rows that want fewer drafts have no blocks for the last positions, and are not in these steps.
         blocks = table.block_tables[slots, np.minimum(positions // block_size, table.block_tables.shape[1] - 1)]
         width = min(-(-int(ends.max() + num_steps) // block_size), table.block_tables.shape[1])
         arrays = [
@@ -400,8 +400,8 @@ class DraftModelDrafter(Drafter):
     ) -> Tensor:
         """Return the likeliest next tokens [num_indices] int64; of all tokens without `indices`.
 
-        The decoder and its head are called and not the model. What a model does to logits after its head, scaling or
-        capping them, keeps their order. For a small draft model, what is around the layers takes longer than they do.
+        The decoder and its head are called and not the model. Models may scale or cap logits after the head, but this
+        keeps their order. For a small draft model, the code around the layers takes longer than the layers.
         """
         if self._max_token_id is not None:
             input_ids = input_ids.clamp(max=self._max_token_id)

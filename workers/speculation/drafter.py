@@ -1,7 +1,7 @@
 """Define the interface of drafters, which guess the next tokens of sequences; the model verifies the guesses.
 
 Guesses change only the speed. The tokens are always those that the model chooses without drafts, so a drafter may be
-wrong, or make fewer drafts than requested, or none. But it must be fast, because it runs between two steps.
+wrong, or make fewer drafts than requested, or none. A drafter must be fast, because it runs between two steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LoadedDrafter(Protocol):
 
     @property
     def bytes_per_block(self) -> int:
-        """What the drafter's own keys and values take in each block; 0 if it keeps none.
+        """The bytes of the drafter's own keys and values in each block; 0 if it keeps none.
 
         The number of blocks is chosen so that memory holds both models' keys and values.
         """
@@ -71,7 +71,7 @@ class LoadedDrafter(Protocol):
     def make_drafter(self, target: Target) -> Drafter:
         """Return the drafter, with memory for its keys and values. Raises ConfigError if there is too little.
 
-        It may be called a second time, with other blocks, once the first drafter is not used any more.
+        It may be called again, with other blocks, when the first drafter is no longer used.
         """
 
 
@@ -121,17 +121,17 @@ class Drafter:
         """
 
     def prepare(self, requests: list[DraftRequest]) -> None:
-        """Make up for what was not computed while no drafts were wanted. Its time is no time of drafts."""
+        """Compute what was not computed while no drafts were wanted. This time does not count as time of drafts."""
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
-        """Return up to `max_drafts` token ids for each request; an empty tuple is no guess.
+        """Return up to `max_drafts` token ids for each request; an empty tuple means no guess.
 
-        After an id that the model does not have, drafts are dropped, as are more than were wanted.
+        Drafts from an unknown id on are dropped, and so are drafts beyond `max_drafts`.
         """
         return [()] * len(requests)
 
     def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        """See what the model has computed: the batch with its drafts, once the chosen tokens are in the token table.
+        """Read what the model has computed: the batch with its drafts, when the chosen tokens are in the token table.
 
         The batch names the slot, position and blocks of each token, so a drafter with keys and values of its own can
         compute them here for the same tokens. Some tokens are drafts that the model rejects: their positions are

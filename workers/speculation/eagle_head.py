@@ -38,10 +38,10 @@ from workers.loading.model_manager import LoadedModel
 from workers.loading.refusals import in_one_line
 from workers.loading.tensor_files import TensorFiles
 
-PREFIXES = ("model.", "midlayer.", "layers.0.")  # which layouts put before the names of this module's own parameters
-# In checkpoints, but not used to make drafts: the inverse of d2t, and copies of the model's own last layers.
+PREFIXES = ("model.", "midlayer.", "layers.0.")  # that checkpoints put before the names of this module's parameters
+# Tensors in checkpoints that are not used to make drafts: the inverse of d2t, and copies of the model's last layers.
 UNUSED = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "self_attn.rotary_emb.inv_freq"}
-SHARED = {"embed_tokens.weight", "lm_head.weight"}  # those of the model, where the head has none of its own
+SHARED = {"embed_tokens.weight", "lm_head.weight"}  # the model's are used if the head has none
 INTEGERS = (torch.int64, torch.int32)
 
 
@@ -136,7 +136,7 @@ def load_eagle3_head(path: Path, loaded: LoadedModel) -> Eagle3Head:
 
 
 def _try(head: Eagle3Head, loaded: LoadedModel) -> None:
-    """Compute one token, so that what cannot be computed is refused now, and record how the head attends."""
+    """Compute one token, so that a head that cannot be computed is refused now, and record how the head attends."""
     head.rotary_emb = LlamaRotaryEmbedding(head.self_attn.config).to(loaded.device)
     states = torch.zeros(1, head.hidden_size, dtype=loaded.dtype, device=loaded.device)
     token = torch.zeros(1, dtype=torch.int64, device=loaded.device)
@@ -200,7 +200,7 @@ def _layers(content: dict[str, Any], num_layers: int, file: Path) -> tuple[int, 
     """Return the layers whose inputs the head reads.
 
     `eagle_config` numbers layers by their outputs, as SGLang does, and `eagle_aux_hidden_state_layer_ids` by their
-    inputs, as vLLM does. Both take the same layers where a checkpoint names none.
+    inputs, as vLLM does. Both use the same layers if a checkpoint names none.
     """
     nested = content.get("eagle_config")
     if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
@@ -208,7 +208,7 @@ def _layers(content: dict[str, Any], num_layers: int, file: Path) -> tuple[int, 
     of_outputs = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
     of_inputs = content.get("eagle_aux_hidden_state_layer_ids")
     if of_outputs is None and of_inputs is None:
-        if num_layers < 4:  # three different ones
+        if num_layers < 4:  # three different layers are needed
             raise ConfigError(
                 f"{file} names no eagle_aux_hidden_state_layer_ids, and the model has {num_layers} layers"
             )
@@ -261,7 +261,7 @@ def _make(config: Eagle3Config, files: TensorFiles, names: dict[str, str], path:
 
 
 def _check_complete(head: Eagle3Head, files: TensorFiles, names: dict[str, str], path: Path) -> None:
-    """Raise ConfigError if a parameter is missing or of another shape, or if a tensor has no use that is known.
+    """Raise ConfigError if a parameter is missing or of another shape, or if the use of a tensor is not known.
 
     A tensor without a known use changes what the head computes, and without it the drafts would be wrong.
     """
@@ -288,7 +288,7 @@ def _read(head: Eagle3Head, files: TensorFiles, names: dict[str, str], loaded: L
 
     def read(name: str) -> Tensor:
         files.lazy(names[name])  # refuses codes
-        return files.tensor(names[name]).to(loaded.dtype, copy=True)  # what is not copied stays part of the file
+        return files.tensor(names[name]).to(loaded.dtype, copy=True)  # without a copy, it would stay part of the file
 
     parameters = {name: read(name) for name, _ in head.named_parameters()}
     head.load_state_dict(parameters, strict=False, assign=True)
@@ -311,7 +311,7 @@ def _read(head: Eagle3Head, files: TensorFiles, names: dict[str, str], loaded: L
 
 
 def _shared(module: Any, name: str, head: Eagle3Head, config: Any, path: Path) -> Any:
-    """Return the model's own module in place of one that the head does not have."""
+    """Return the model's module to use for one that the head does not have."""
     if head.hidden_size != config.hidden_size:
         raise ConfigError(
             f"the EAGLE-3 head in {path} has no {name}.weight, and the model's cannot be used: its hidden size is "

@@ -16,7 +16,7 @@ from workers.batch import Batch
 from workers.speculation.drafter import Drafter, DraftRequest, LoadedDrafter, Target
 from workers.speculation.ngram import NgramDrafter
 
-DECAY = 7 / 8  # the weight of drafts in an acceptance, once others have followed
+DECAY = 7 / 8  # factor for the weight of earlier drafts in an acceptance
 FIRST_ACCEPTANCE, FIRST_WEIGHT = 0.5, 4.0  # until drafts were verified
 # The other drafter takes time. Below this acceptance its drafts seldom pay for it, and it is asked in one of so many
 # steps in which lookup finds nothing.
@@ -32,7 +32,7 @@ class Acceptance:
     weight: float = FIRST_WEIGHT
 
     def add(self, drafts: tuple[int, ...], token_ids: tuple[int, ...]) -> None:
-        """Compare drafts with the tokens that came in their places. Behind a wrong one, nothing is learned."""
+        """Compare drafts with the tokens that came in their places. Drafts after a wrong one are ignored."""
         num_right = num_compared = 0
         for draft, token_id in zip(drafts, token_ids, strict=False):
             num_compared += 1
@@ -51,7 +51,7 @@ class _Progress:
 
     lookup: Acceptance
     other: Acceptance
-    num_left_out: int = 0  # steps in which the other one could have been asked, since it made drafts
+    num_left_out: int = 0  # steps since the other one's last drafts in which it could have been used
     start: int = -1  # the position of the drafts that were made last
     of_lookup: tuple[int, ...] = ()
     of_other: tuple[int, ...] = ()
@@ -59,13 +59,13 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class LookupFirst:
-    """A loaded drafter, before which lookup is asked."""
+    """A loaded drafter that is used after lookup."""
 
     other: LoadedDrafter
 
     @property
     def bytes_per_block(self) -> int:
-        """What the other drafter's keys and values take in each block."""
+        """The bytes of the other drafter's keys and values in each block."""
         return self.other.bytes_per_block
 
     def make_drafter(self, target: Target) -> LookupFirstDrafter:
@@ -75,14 +75,14 @@ class LookupFirst:
 
 @dataclass(slots=True)
 class _Asked:
-    """What was found and asked for in one step."""
+    """The drafts that were found and requested in one step."""
 
     found: list[tuple[int, ...]] = field(default_factory=list)  # by lookup, for each request
     of_other: list[DraftRequest] = field(default_factory=list)
 
 
 class LookupFirstDrafter(Drafter):
-    """Asks lookup, and then another drafter for the sequences that want better drafts."""
+    """Uses lookup first, and then another drafter for the sequences that want better drafts."""
 
     def __init__(self, other: Drafter) -> None:
         self.other = other
@@ -92,7 +92,7 @@ class LookupFirstDrafter(Drafter):
         self._lookup = NgramDrafter()
         self._asked = _Asked()
         self._progress: dict[int, _Progress] = {}  # by slot
-        # Of all sequences: a new one is expected to be like the others.
+        # Acceptances over all sequences: a new sequence is expected to be like the others.
         self._means = _Progress(Acceptance(), Acceptance())
 
     def begin(self, plan: StepPlan) -> None:
@@ -120,7 +120,7 @@ class LookupFirstDrafter(Drafter):
             self.other.prepare(wanted)
 
     def _asks(self, request: DraftRequest, found: tuple[int, ...]) -> bool:
-        """Whether the other drafter is asked, where lookup has found these drafts."""
+        """Whether the other drafter is used as well, if lookup has found these drafts."""
         progress = self._progress[request.slot]
         if found and progress.lookup.mean >= progress.other.mean:
             return False
@@ -135,7 +135,8 @@ class LookupFirstDrafter(Drafter):
         for request, found in zip(requests, asked.found, strict=True):
             progress, of_other = self._progress[request.slot], of_others.get(request.slot, ())
             progress.start, progress.of_lookup, progress.of_other = request.num_tokens, found, of_other
-            if of_other:  # it makes none while it makes up for steps without drafts, and is asked again in the next one
+            # The other drafter makes none while it catches up. It is used again in the next step.
+            if of_other:
                 progress.num_left_out = 0
             drafts.append(of_other or found)
         return drafts

@@ -82,7 +82,7 @@ class MedusaDrafter(Drafter):
     observes_every_step = True
 
     def __init__(self, heads: MedusaHeads, num_slots: int) -> None:
-        """Reserve the rows of all slots, so that what is kept has a bound."""
+        """Reserve the rows of all slots, so that the memory is bounded."""
         self._heads = heads
         self._rows_each = 1 + heads.num_heads
         weights, _ = heads.blocks[0]
@@ -97,7 +97,7 @@ class MedusaDrafter(Drafter):
         drafts: list[tuple[int, ...]] = [()] * len(requests)
         places, cells = [], []
         for place, request in enumerate(requests):
-            # Of the rows that the last step verified, the one that the newest token was chosen from.
+            # The row, of those that the last step verified, from which the newest token was chosen.
             first, num_rows = self._known.get(request.slot, (0, 0))
             row = request.num_tokens - 1 - first
             if 0 <= row < num_rows:
@@ -118,7 +118,7 @@ class MedusaDrafter(Drafter):
         rows, cells = [], []
         for index, sampled in enumerate(batch.sampling):
             row = sampled.position - firsts.setdefault(sampled.slot, sampled.position)
-            # More rows than heads come only from drafts that were not made here. Behind them, there is one step without
+            # More rows than heads come only from drafts that were not made here. After them, there is one step without
             # drafts.
             if row < self._rows_each:
                 rows.append(index)

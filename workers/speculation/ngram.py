@@ -14,8 +14,8 @@ import numpy as np
 from servekit.protocol.messages import StepPlan
 from workers.speculation.drafter import Drafter, DraftRequest
 
-# How many of the newest tokens must have stood together before. More are looked up first, because their continuation
-# is right more often.
+# How many of the newest tokens are looked up. Longer n-grams are looked up first, because their continuation is right
+# more often.
 LENGTHS = (4, 2)
 MIN_PLACES = 256  # of an index
 FEW = 16  # so many n-grams are entered one by one; for more of them, numpy is faster
@@ -70,7 +70,7 @@ class IndexedText:
         self._num_indexed = 0  # n-grams that end before this position are entered
 
     def replace(self, start: int, token_ids: tuple[int, ...]) -> None:
-        """Take tokens at positions from `start` on, in place of all that were there. Tokens in a gap are unknown."""
+        """Replace all tokens at positions from `start` on by these. Tokens in a gap before `start` are unknown."""
         tokens, start = self._tokens, self._begin + start
         del tokens[start:]
         self._num_indexed = min(self._num_indexed, start)
@@ -80,8 +80,8 @@ class IndexedText:
     def continuation(self, max_tokens: int) -> tuple[int, ...]:
         """Return `max_tokens` tokens that may come next, or none.
 
-        They are those that followed the newest tokens when these stood together before. Where that continuation meets
-        the end of the text, it goes on from its own beginning: the text has begun to repeat itself.
+        They are the tokens that followed an earlier occurrence of the newest tokens. If this continuation reaches the
+        end of the text, it continues from its own beginning, because the text has begun to repeat itself.
         """
         tokens, num_tokens = self._tokens, len(self._tokens)
         self._index_all_but_newest()
@@ -123,7 +123,7 @@ class IndexedText:
         hashes = np.zeros(stop - first, dtype=np.uint64)
         for number in range(length):
             hashes += of_text[number : number + stop - first] * np.uint64(_FACTORS[number])
-        # Where a place is written several times, the last value stays.
+        # If a place is written several times, the last value stays.
         np.frombuffer(index, dtype=np.int32)[hashes >> np.uint64(self._shift)] = np.arange(first, stop, dtype=np.int32)
 
     def _place(self, ngram: array[int]) -> int:

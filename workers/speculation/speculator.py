@@ -1,4 +1,4 @@
-"""Put drafts into the steps of a worker, and learn from their results how far each sequence has come.
+"""Put drafts into the steps of a worker, and read from their results how many tokens each sequence has.
 
 The manager's plan says how many drafts a chunk may have, and where it begins at the most. Only the worker knows the
 drafts, and which of them were accepted. So the plan is *resolved* before it is executed: each chunk begins at its
@@ -32,14 +32,14 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """How far the sequence in a slot has come, as the host knows it."""
+    """What the host knows of the tokens of the sequence in a slot."""
 
     assignment: SlotAssignment
     num_tokens: int = 0  # the newest token, which is not computed yet, is at position num_tokens - 1
     newest: int = NO_TOKEN  # its id; NO_TOKEN while it is on its way to the host
     is_verifying: bool = False  # a step in flight has drafts of it, so that num_tokens is not known
     # The row that its newest token comes from was deferred, or failed. Until the manager sends known tokens, there is
-    # no token for the chunks after it, and what they sample is ignored.
+    # no token for the chunks after it, and their samples are ignored.
     is_stalled: bool = False
 
     @property
@@ -90,7 +90,7 @@ class Speculator:
     # -- before a step ------------------------------------------------------------------------------------------------
 
     def resolve(self, plan: StepPlan) -> StepPlan:
-        """Take over what the plan tells, and return it with the true beginning and the drafts of each chunk.
+        """Read the plan's news, and return the plan with the true beginning and the drafts of each chunk.
 
         The resolved plan has no slot assignments, new blocks and known tokens: the token table and the block tables
         have them. A plan that tells nothing and has no drafts is its own resolved plan, which is most of them while no
@@ -113,7 +113,7 @@ class Speculator:
         return StepPlan(plan.epoch, plan.step_id, (), tuple(chunks))
 
     def _is_plain(self, chunk: ScheduledChunk) -> bool:
-        """Whether the chunk tells nothing, has no drafts, and begins where the manager expects it."""
+        """Whether the chunk has no known tokens, new blocks or drafts, and begins where the manager expects it."""
         if chunk.token_ids or chunk.new_block_ids or chunk.num_drafts:
             return False
         progress = self._progress[chunk.slot]
@@ -193,7 +193,7 @@ class Speculator:
         progress, num_known = self._progress[chunk.slot], chunk.num_tokens - chunk.num_drafts
         # The step that measures memory names its drafts, so that it has as many as a step can have.
         drafts = chunk.token_ids[num_known : chunk.num_tokens] or drafts
-        # Without a token to begin with, the manager's bound is as good as any position: nothing of it is used.
+        # Without a first token, any position will do, such as the manager's bound: the results are not used.
         is_exact = chunk.token_ids or progress.is_stalled
         start = chunk.start if is_exact else progress.num_tokens - 1
         assert is_exact or (num_known == 1 and start <= chunk.start), f"{chunk} does not begin at {start}"
@@ -271,13 +271,13 @@ class Speculator:
             return
         if chunk.num_drafts:
             progress.num_tokens = start + len(token_ids)
-        if progress.num_tokens == start + len(token_ids):  # no later step has sampled another one
+        if progress.num_tokens == start + len(token_ids):  # no later step has sampled another token
             progress.newest = token_ids[-1]
         self.drafter.commit(chunk.slot, start, token_ids)
 
 
 def _broadcast(group: RankGroup, drafts: list[tuple[int, ...]], max_drafts: int) -> list[tuple[int, ...]]:
-    """Return rank 0's drafts on every rank. All ranks have the same requests, but may have made other drafts."""
+    """Return rank 0's drafts on every rank. All ranks have the same requests, but may have made different drafts."""
     table = torch.full((len(drafts), max_drafts), NO_TOKEN, dtype=torch.int64)
     for row, of_request in enumerate(drafts):
         table[row, : len(of_request)] = torch.tensor(of_request, dtype=torch.int64)
