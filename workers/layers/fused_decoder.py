@@ -156,7 +156,7 @@ class FusedDecoder(nn.Module):
         """Return the hidden states [num_tokens, hidden_size] of embedded tokens, which may be overwritten."""
         if self._stage is not None and not self._stage.is_first:
             x = self._stage.receive(x)
-        # With few tokens, to leave some out of the last layer saves nothing, so logits_indices does not matter here.
+        # With few tokens, leaving some out of the last layer saves nothing, so logits_indices is not used here.
         tap = self.tap
         adapters = None if self._lora is None else self._lora.step
         if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged, adapters):

@@ -60,7 +60,7 @@ def _replace_on_cpu(
         pack_linears(model)
         return None
     method = make_cpu_method(library)
-    # One call for all layers has no place for what the ranks exchange between them.
+    # With one call for all layers, the ranks could not exchange anything between layers.
     make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
     fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks, lora)
     pack_linears(model, method)
@@ -99,6 +99,6 @@ def _replace_on_gpu(
     except ImportError:
         return None
     fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks, lora=lora)
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):  # dense ones are as fast as they are
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):  # dense layers would not become faster
         pack_linears(model, make_weight)
     return fused

@@ -9,8 +9,8 @@ from torch import Tensor
 class LayerTap:
     """Keeps what enters the layers of the given numbers, in each forward pass.
 
-    The number of layers itself stands for what the last layer returns, before the last norm. A decoder without a tap
-    pays one comparison a layer.
+    The number of layers itself stands for what the last layer returns, before the last norm. For a decoder without a
+    tap, this costs one comparison for each layer.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:

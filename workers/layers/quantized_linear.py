@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = matrix.num_outputs, matrix.num_inputs
 
     def release(self) -> None:
-        """Forget the matrix, because a copy of it is prepared; the layer cannot be called any more."""
+        """Drop the matrix, because a copy of it is prepared; the layer cannot be called any more."""
         self._matrix = self._read = None
 
     def forward(self, x: Tensor) -> Tensor:

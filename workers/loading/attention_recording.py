@@ -70,8 +70,8 @@ def record_attention(model: PreTrainedModel, architecture: str, stage: PipelineS
         try:
             model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False, **{STEP_KEYWORD: recorded})
         except Exception as error:
-            # Where the model runs with its own attention, the names of the layers that do not call ours say more than
-            # an error from within them (MPT's is an AttributeError about its mask).
+            # If the model runs with its own attention, an error that names the layers without a call is more helpful
+            # than an error from within them (MPT's is an AttributeError about its mask).
             _check_runs(model, token, architecture)
             log.debug("the forward pass of %s failed with a recording attention", architecture, exc_info=True)
             failure = in_one_line(error)
@@ -116,7 +116,7 @@ def record_layer(config: Any, compute: Callable[[Any], object]) -> AttentionCall
 def _check_runs(model: PreTrainedModel, token: Tensor, architecture: str) -> None:
     """Raise ConfigError if the model does not run with its own attention either: its configuration is wrong."""
     with attention_switched(model, "eager"), forward_errors_named(architecture, is_language_part(model)):
-        # Models that know one implementation keep it, and transformers only logs that.
+        # Models with only one implementation keep it, and transformers only logs this.
         if model.config._attn_implementation == "eager":
             model(input_ids=token, use_cache=False)
 
@@ -176,7 +176,8 @@ class _StepKeyword:
         self._given: Mapping[str, Any] = {}
         for called in (model, model.base_model):
             called.register_forward_pre_hook(self._keep, with_kwargs=True)
-            # Nothing is kept beyond the call, or a step would keep the KV cache's memory after its runner is dropped.
+            # Nothing is kept after the call. Otherwise a step would keep the KV cache's memory when its runner is
+            # dropped.
             called.register_forward_hook(self._forget, always_call=True)
         for module in modules:
             module.register_forward_pre_hook(self._add, with_kwargs=True)
@@ -225,7 +226,7 @@ def _takes_positions(decoder: nn.Module, config: Any) -> bool:
 
 
 def _check_is_causal(calls: list[AttentionCall], architecture: str) -> None:
-    """Refuse models whose tokens attend to those after them."""
+    """Refuse models whose tokens attend to later tokens."""
     layers = [call.layer for call in calls if not call.is_causal]
     if layers:
         raise refusal(

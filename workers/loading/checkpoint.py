@@ -1,4 +1,4 @@
-"""Check a model's files before anything is built of them: which files, in which format, and how much they can hold.
+"""Check a model's files before they are used: which files there are, in which format, and how much they can hold.
 
 A model's directory may come from an attacker. Only safetensors are opened, only in the directory itself, and a
 configuration that describes more than the files can hold is refused before memory is taken for it.
@@ -21,7 +21,7 @@ _SHARD = re.compile(r"[\w.-]+\.safetensors")
 # Weights of less than two bits, a few times over.
 MAX_PARAMETERS_PER_BYTE = 16
 
-# Where tools wrote the same before there was `quantization_config` in config.json, and the method that they mean.
+# Files of older tools, from the time before `quantization_config` in config.json, and the method that they mean.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Keys of config.json, and the method where the value names none. The second is what compressed-tensors wrote first.
 QUANTIZATION_KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
@@ -57,7 +57,7 @@ def _with_method(described: Any, method: str | None) -> dict[str, Any]:
         return {"quant_method": described}
     known = described.get("quant_method", method)
     if described.get("load_in_4bit") or described.get("load_in_8bit"):
-        known = "bitsandbytes"  # which did not always write its name
+        known = "bitsandbytes"  # it did not always write its name
     return {**described, "quant_method": known}
 
 

@@ -79,7 +79,8 @@ def computed_once(decoder: nn.Module) -> Iterator[None]:
 
     The caller passes the same step each time and changes only what the head computes (`logits_to_keep`).
     """
-    # PyTorch calls the instance's `forward` before the class's. A hook would not do: it cannot skip the computation.
+    # PyTorch calls the instance's `forward` before the class's. A hook is not enough, because it cannot skip the
+    # computation.
     decoder.forward = _FirstOutput(decoder.forward)
     try:
         yield

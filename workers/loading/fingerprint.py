@@ -14,10 +14,10 @@ from servekit.protocol.gguf_index import INDEX, WEIGHTS
 from workers.loading.checkpoint import find_weights
 from workers.loading.gguf_index import has_gguf, read_index
 
-# These are read completely. Each decides about answers: the layers, the defaults of sampling, the grammars' masks.
+# These are read completely, because each affects answers: the layers, the defaults of sampling, the grammars' masks.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
 SAMPLE_BYTES = 1024  # from the middle of each tensor
-MAX_HEADER_BYTES = 10**8  # as safetensors itself allows
+MAX_HEADER_BYTES = 10**8  # the limit of safetensors itself
 
 
 class _Tensor(msgspec.Struct):
@@ -27,7 +27,7 @@ class _Tensor(msgspec.Struct):
 def fingerprint(path: Path, has_weights: bool) -> str:
     """Return the fingerprint of the files in a directory, as hex digits. Raises ConfigError if they cannot be read.
 
-    To read all weights would take as long as to load them. So it covers the size and the header of each file, and a
+    Reading all weights would take as long as loading them. So it covers the size and the header of each file, and a
     kilobyte of each tensor. Two trainings of one model have the same shapes, but differ in every tensor that was
     trained. The path and the name of the machine are not covered.
     """

@@ -18,7 +18,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFile:
-    """Tensors by name. Nothing of the file is read before it is computed with."""
+    """Tensors by name. Each part of the file is read when it is first used."""
 
     def __init__(self, path: Path) -> None:
         """Map the file in a model's directory. Raises ConfigError if it and its index do not belong together."""

@@ -1,6 +1,6 @@
 """Read the index of a GGUF file's tensors, which the server left in the model's directory (servekit/gguf/).
 
-Both files may be hostile, as any file of a model's directory, so the index is checked against the file's size.
+Both files may be malicious, like any file of a model's directory, so the index is checked against the file's size.
 """
 
 from __future__ import annotations

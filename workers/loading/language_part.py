@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-# Attributes by which these models hold what encodes other inputs, and what turns that into embeddings.
+# Attributes of these models that hold the encoders of other inputs, and the layers that turn their results into
+# embeddings.
 _OTHER_PARTS = re.compile(
     r"vision|visual|image|video|audio|speech|sound|projector|connector|multi_modal|vqmodel|resampler|qformer|mlp1"
 )
@@ -46,7 +47,7 @@ def build(config: Any, **options: Any) -> PreTrainedModel:
 
 
 def notice_of(config: Any, architecture: str) -> str:
-    """Return what users should know of how the model is served; "" if there is nothing."""
+    """Return what users should know about how the model is served; "" if there is nothing."""
     if not takes_more_than_text(config):
         return ""
     return f"{architecture} takes other inputs than text, too; servekit serves its language part, for text only"

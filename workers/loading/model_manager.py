@@ -181,7 +181,7 @@ class ModelManager:
         num_columns = sample.logits.shape[-1]
         if (stage is None or stage.is_last) and num_columns != info.vocab_size:
             raise refusal(architecture, f"its head returns {num_columns} logits for {info.vocab_size} tokens")
-        trim_heap()  # of the matrices that the sample's layers dequantized, before further ones are prepared
+        trim_heap()  # frees matrices that the sample's layers dequantized, before others are prepared
         shapes, params = [call.shape for call in recorded.calls], [call.params for call in recorded.calls]
         rounds = rounds_activations(model)
         # Fused layers keep norms and biases as they are.
@@ -224,8 +224,8 @@ class ModelManager:
         if dtype != "auto":
             resolved: torch.dtype = getattr(torch, dtype)
             return resolved
-        # A CPU is exact in float32, and often fastest: many only emulate bfloat16. Where this CPU multiplies bfloat16,
-        # the log says that it would be faster; taking it would make the tokens depend on the machine.
+        # A CPU is exact in float32, and often fastest: many only emulate bfloat16. If this CPU multiplies bfloat16, the
+        # log says that it would be faster. Choosing it here would make the tokens depend on the machine.
         return torch.float32 if self.device.type == "cpu" else "auto"
 
 
@@ -286,7 +286,7 @@ def _take_sample(model: PreTrainedModel, info: ModelInfo) -> Sample:
     num_tokens = min(SAMPLE_TOKENS, info.max_model_len, info.vocab_size)
     token_ids = torch.arange(num_tokens).mul(7).remainder(info.vocab_size)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if isinstance(padding, int):  # some models leave out padding tokens as they count positions
+    if isinstance(padding, int):  # some models do not count padding tokens in positions
         token_ids[token_ids == padding] = (padding + 1) % info.vocab_size
     with attention_switched(model, "eager"):
         output = model(input_ids=token_ids[None].to(model.device), use_cache=False)

@@ -73,7 +73,7 @@ class _Attention:
         known = inspect.signature(type(model).forward).parameters
         passed_on = {name: value for name, value in options.items() if name in known}
         if self.implementation != OWN_IMPLEMENTATION:
-            passed_on.pop("attention_mask", None)  # of a form that the families' own code does not know
+            passed_on.pop("attention_mask", None)  # its form is not known to the families' own code
         self.position_ids = options.get("position_ids")
         self._given = {name: value for name, value in options.items() if name not in known and name != "position_ids"}
         return arguments, passed_on
@@ -138,7 +138,7 @@ def _weighing(scaling: Callable[[Any], float], window: Callable[[Any], int | Non
 
 
 def _bloom(module: Any, attention: _Attention) -> Adapter:
-    # Each family is imported where it is served: the others would delay the start of every worker.
+    # A family is imported only if it is served, because the others would delay the start of every worker.
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     slopes = build_alibi_tensor(torch.ones(1, 2), module.num_heads, torch.float32)[:, 0].diff()[:, 0]

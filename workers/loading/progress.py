@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 BAR_AFTER_S = 0.5  # a stage that takes less shows no bar
 BAR_EVERY_S = 0.1
-# Short, so that most lines of the server's log overwrite all of it.
+# The bar is short, so that most lines of the server's log overwrite all of it.
 BAR_FORMAT = "{desc} |{bar:20}| {percentage:3.0f} %, {remaining} left"
 REPORT_EVERY_S = 1.0
 LOG_EVERY_S = 5.0
@@ -127,7 +127,7 @@ class _Bar(tqdm):  # type: ignore[misc]
             file=_CursorAtLineStart(terminal),
             delay=BAR_AFTER_S,
             mininterval=BAR_EVERY_S,
-            miniters=1,  # or after many small updates it would wait for as many before it looks at the clock again
+            miniters=1,  # or after many small updates it would wait for as many before it reads the clock again
             smoothing=0,
             leave=False,
             dynamic_ncols=True,

@@ -63,10 +63,11 @@ class QuantizedMatrices:
             prefix: [suffix for suffix in weight_format.suffixes if prefix + suffix in names] for prefix in prefixes
         }
         # The prefix of each linear layer's matrix, by the layer's name. config.json's own lists of quantized layers are
-        # not asked: what the files have decides.
+        # not used: the tensors in the files decide.
         self._prefix_of: dict[str, str] = {}
         linears = _linears_of(described)
-        # Ranks divide embeddings and heads in different ways, and stages have one of them: theirs stay as they are.
+        # Ranks divide embeddings and heads in different ways, and stages have only one of them. So these are not tied
+        # there.
         tied = _tied_of(described) if ranks is None else None
         if tied is not None:
             linears[tied.embedding] = tied.head_layer
@@ -146,7 +147,7 @@ class QuantizedMatrices:
         `cut` takes this rank's part of the matrix of a layer, by the layer's name.
         """
         waiting = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-        # Between codes that stay, the C library does not give back what a matrix needed while it was read.
+        # By itself, the C library does not return the memory that reading took, because codes that stay lie after it.
         with progress.over(f"reading weights: {self._format.name}", waiting, trim_heap) as counted:
             for name, module in counted:
                 read = partial(self._read, self._prefix_of[name], name, cut)
