@@ -395,6 +395,23 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             description="CPUs of Ray that each worker reserves for each of its ranks; on a CPU also its threads",
         ),
     ] = 1
+    max_data_parallel_size: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(
+            description="with --placement ray, most replicas: more than --data-parallel-size are placed while requests "
+            "would wait; by default as many as that"
+        ),
+    ] = None
+    scale_target_wait: Annotated[
+        Seconds, Meta(description="predicted seconds of waiting above which replicas are added")
+    ] = 2.0
+    scale_up_delay: Annotated[
+        float, Meta(ge=0.0, le=86400.0, description="seconds for which more replicas are needed before they are added")
+    ] = 5.0
+    scale_down_delay: Annotated[
+        float,
+        Meta(ge=0.0, le=86400.0, description="seconds for which fewer replicas are enough before some are removed"),
+    ] = 300.0
 
     step_timeout: Annotated[
         Seconds, Meta(description="maximum seconds for one step; the server replaces a worker that takes longer")

@@ -44,8 +44,10 @@ from servekit.engine.request_state import RequestState, SequenceOutput, add_comm
 from servekit.engine.speculation import choose_drafter
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.engine.waiting_times import WaitingTimes
+from servekit.engine.worker_scaling import WorkerScaling
 from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import load_model_message
+from servekit.joining.worker_placer import check_placement
 from servekit.joining.worker_pool import WorkerPool
 from servekit.observability.cost import Cost, CostMeter
 from servekit.observability.journal import Journal, JournalCollector, open_journals
@@ -90,6 +92,7 @@ class LLMEngine(OneModel):
         Raises ConfigError for settings that do not go together.
         """
         check_adapters(config)
+        check_placement(config)
         self.config = config
         self.metrics = metrics or Metrics(config, __version__)
         self.history = StepHistory()
@@ -303,6 +306,9 @@ class LLMEngine(OneModel):
         self.metrics.watch_queue(lambda: self._queue_limits.usage(replicas.num_waiting, replicas.queued))
         self._main_loop = asyncio.create_task(self._serve(), name="servekit main loop")
         self._prediction_tasks.append(asyncio.create_task(self._waiting_times.keep_current(), name="waiting times"))
+        if self._worker_pool is not None and self.config.max_data_parallel_size is not None:
+            scaling = WorkerScaling(self.config, self._worker_pool, lambda: replicas.taking_cores, self._clock)
+            self._prediction_tasks.append(asyncio.create_task(scaling.run(), name="worker scaling"))
         if self._predictions is not None:
             self._prediction_tasks.append(asyncio.create_task(self._predictions.run(), name="request predictions"))
 

@@ -117,11 +117,22 @@ class WorkerPlacer:
 def check_placement(config: ServeConfig) -> None:
     """Raise ConfigError for a placement on a cluster that cannot work."""
     if config.placement == "local":
+        if config.max_data_parallel_size is not None:
+            raise ConfigError(
+                "max_data_parallel_size has no effect with placement = 'local', which starts --data-parallel-size "
+                "workers; set placement = 'ray', or leave it out"
+            )
         return
     if find_spec("ray") is None:  # it is not imported here, because that takes a second and 100 MB
         raise ConfigError(
             "placement = 'ray' (--placement) needs Ray, which is not installed; in the checkout of servekit run: pip "
             "install '.[ray]'; without a checkout: pip install 'ray[serve]'"
+        )
+    at_least, at_most = config.data_parallel_size or 1, config.max_data_parallel_size
+    if at_most is not None and at_most < at_least:
+        raise ConfigError(
+            f"max_data_parallel_size = {at_most} is less than data_parallel_size = {at_least}, the number of replicas "
+            "to begin with; raise the first, or lower the second"
         )
     if config.devices is not None or ":" in config.device:
         name = "device" if config.devices is None else "devices"

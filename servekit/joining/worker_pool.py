@@ -14,7 +14,7 @@ from servekit.errors import ConfigError
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.joining.listener import JoinRefusal, WorkerListener
 from servekit.joining.settings import listener_settings
-from servekit.joining.worker_placer import WorkerPlacer, check_placement
+from servekit.joining.worker_placer import WorkerPlacer
 from servekit.protocol.handshake import Offer, Reason
 from servekit.protocol.messages import LoadModel, WorkerReady
 
@@ -30,11 +30,7 @@ class WorkerPool:
     """
 
     def __init__(self, config: ServeConfig, count_refused: Callable[[JoinRefusal], None] = lambda _: None) -> None:
-        """`count_refused` is called for each connection that does not become a worker.
-
-        Raises ConfigError for a placement that is not possible.
-        """
-        check_placement(config)
+        """`count_refused` is called for each connection that does not become a worker."""
         self.is_draining = False  # no worker may join, unless one is needed
         self.first: WorkerReady | None = None  # set by the caller if the server starts workers itself
         self._config = config
@@ -80,6 +76,16 @@ class WorkerPool:
             await self._listener.stop()
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.connection.end(graceful=True) for worker in idle), *self._tasks)
+
+    @property
+    def num_placed(self) -> int:
+        """How many workers there should be on a cluster; 0 without one."""
+        return 0 if self._placer is None else self._placer.num_workers
+
+    @num_placed.setter
+    def num_placed(self, num_workers: int) -> None:
+        assert self._placer is not None
+        self._placer.set_num_workers(num_workers)
 
     async def stop_placing(self) -> None:
         """End the process that places workers, and the workers that are left. Idempotent."""

@@ -111,3 +111,16 @@ def test_without_a_cluster_the_server_ends_and_says_how_to_start_one(tmp_path: P
     server.client.close()
     assert "there is no Ray cluster at '127.0.0.1:1'" in server.log.read_text()
     assert "`ray start --head`" in server.log.read_text()
+
+
+def test_workers_are_added_while_requests_wait_and_leave_when_none_do(nodes: RayNodes, tmp_path: Path) -> None:
+    # One answer at a time takes 6 s, so twelve of them are not over before the third worker has come.
+    arguments = ["sim:step=40ms", "--placement", "ray", "--ray-address", nodes.address, "--max-num-seqs", "1"]
+    arguments += ["--max-data-parallel-size", "3", "--scale-target-wait", "1", "--scale-up-delay", "1"]
+    with serving(*arguments, "--scale-down-delay", "3", log=tmp_path / "log") as server:
+        assert ready_hosts(server).total() == 1
+        server.stream("Hello", max_tokens=30, ignore_eos=True)  # nothing is predicted before an answer has ended
+        assert answers(server, lambda: wait_until(lambda: ready_hosts(server).total() == 3, server)) == expected()
+        assert len(ready_hosts(server)) == 3, "each on a node of its own"
+        wait_until(lambda: ready_hosts(server).total() == 1, server)
+        assert server.stream(PROMPTS[0], max_tokens=NUM_TOKENS, ignore_eos=True)[-1]["generated_text"] == expected()[0]

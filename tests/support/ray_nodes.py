@@ -46,6 +46,8 @@ class RayNodes:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _ask(self, command: str) -> Any:
         assert self._process.stdin is not None

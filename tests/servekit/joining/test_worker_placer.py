@@ -46,8 +46,8 @@ async def test_placed_workers_join_with_a_key_that_the_server_makes() -> None:
         first, second = await pool.next_worker(), await pool.next_worker()
         assert first.offer.host == second.offer.host == "a node of the cluster"
         assert first.offer.pid != second.offer.pid
-        assert pool._placer is not None
-        pool._placer.set_num_workers(3)
+        assert pool.num_placed == 2
+        pool.num_placed = 3
         third = await pool.next_worker()
         await asyncio.gather(*(each.connection.end() for each in (first, second, third)))
 
@@ -90,18 +90,20 @@ async def test_a_placing_process_that_ends_later_is_started_again(monkeypatch: p
     ("settings", "message"),
     [
         ({"devices": "cuda:0"}, "devices = 'cuda:0' .* the cluster chooses"),
+        ({"data_parallel_size": 3, "max_data_parallel_size": 2}, "max_data_parallel_size = 2 is less than"),
+        ({"placement": "local", "max_data_parallel_size": 2}, "has no effect with placement = 'local'"),
         ({"device": "cuda:1"}, "device = 'cuda:1' .* use --device cuda or --device cpu"),
     ],
 )
-def test_devices_that_the_cluster_chooses_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_a_cluster_cannot_have_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_placement(ServeConfig(placement="ray", **settings))
+        check_placement(ServeConfig(**{"placement": "ray", **settings}))
 
 
 def test_without_ray_the_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_placer, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs Ray, which is not installed; .* pip install '.\[ray\]'"):
-        WorkerPool(ServeConfig(placement="ray"))
+        check_placement(ServeConfig(placement="ray"))
     check_placement(ServeConfig())
 
 

@@ -1,0 +1,116 @@
+"""Read the arguments of the Ray Serve application. Does not import Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from servekit.config import ServeConfig, advice, load_config
+from servekit.errors import ConfigError
+from servekit.simulation.model import is_simulated
+
+Count = Annotated[int, Meta(ge=1, le=1024)]
+
+
+class AppSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The arguments that are not settings of `servekit serve`."""
+
+    min_replicas: Count = 1
+    max_replicas: Count | None = None  # as many as min_replicas
+    look_back_period: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0  # seconds over which the wait is averaged
+    num_cpus: Annotated[float, Meta(ge=0.0, le=1024.0)] = 1.0  # of Ray, for each server
+    num_gpus: Annotated[float, Meta(ge=0.0, le=1024.0)] = 0.0
+    prefix_aware: bool = True  # otherwise Ray Serve's own router
+    num_ingress_replicas: Count = 1
+    max_surge_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # further servers during an upgrade
+    metrics_key: str | None = None  # an API key for GET /metrics, if the servers ask for keys
+
+    @property
+    def most_replicas(self) -> int:
+        return self.min_replicas if self.max_replicas is None else self.max_replicas
+
+
+class Application(Struct, frozen=True):
+    """The arguments, read and checked."""
+
+    settings: AppSettings
+    config: ServeConfig  # that each server has
+    environment: dict[str, str]  # of each server: its settings
+
+    @property
+    def metrics_key(self) -> str | None:
+        """The API key with which a replica reads its server's metrics; None if there are no keys."""
+        if self.settings.metrics_key is not None or self.config.api_key is None:
+            return self.settings.metrics_key
+        return self.config.api_key.partition(",")[0].strip()
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The longest body that a server takes on any of its routes."""
+        return max(self.config.max_body_bytes, self.config.batch_max_file_bytes if self.config.batch_dir else 0)
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> Application:
+    """Read arguments: strings from the command line of `serve run`, or values from a config file of `serve deploy`.
+
+    Raises ConfigError.
+    """
+    given = {name.replace("-", "_"): value for name, value in arguments.items() if value is not None}
+    own = {name: given.pop(name) for name in list(given) if name in AppSettings.__struct_fields__}
+    for name in given:
+        if name not in ServeConfig.__struct_fields__:
+            known = [*AppSettings.__struct_fields__, *ServeConfig.__struct_fields__]
+            raise ConfigError(f"the Ray Serve application has no argument {name!r}; {advice(name, known)}")
+    config = load_config(given, {})
+    settings = _app_settings(own)
+    application = Application(settings, config, _environment(given, config))
+    _check(application)
+    return application
+
+
+def _app_settings(given: Mapping[str, Any]) -> AppSettings:
+    try:
+        settings = msgspec.convert(given, AppSettings, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        raise ConfigError(f"{name} = {given[name]!r} is not accepted by the Ray Serve application: {what}") from None
+    if settings.most_replicas < settings.min_replicas:
+        raise ConfigError(
+            f"max_replicas = {settings.max_replicas} is less than min_replicas = {settings.min_replicas}; raise the "
+            "first, or lower the second"
+        )
+    return settings
+
+
+def _environment(given: Mapping[str, Any], config: ServeConfig) -> dict[str, str]:
+    """Return the settings as variables. The model's path must not depend on the folder in which a replica runs."""
+    found = {f"SERVEKIT_{name.upper()}": str(value) for name, value in given.items()}
+    if not is_simulated(config.model) and Path(config.model).exists():
+        found["SERVEKIT_MODEL"] = str(Path(config.model).resolve())
+    return found
+
+
+def _check(application: Application) -> None:
+    """Raise ConfigError for settings that Ray Serve decides, or that the replicas need."""
+    config, default = application.config, ServeConfig()
+    if config.placement != "local" or config.listen_workers is not None:
+        name = "placement" if config.placement != "local" else "listen_workers"
+        raise ConfigError(
+            f"{name} = {getattr(config, name)!r}: with Ray Serve each server has workers on its own node; leave it out"
+        )
+    for name in ("host", "port", "reuse_port"):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(
+                f"{name} = {getattr(config, name)!r}: with Ray Serve its proxy listens, and not the servers; leave it "
+                "out, and set the proxy's host and port with `serve start`, or with http_options in a config file"
+            )
+    if config.api_keys_file is not None and application.metrics_key is None:
+        raise ConfigError(
+            "with api_keys_file, Ray Serve's replicas need a key for GET /metrics, by which they scale; give one with "
+            "metrics_key (an entry with only = 'metrics' is enough)"
+        )
