@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from servekit.config import ServeConfig
+from servekit.observability.batch_histogram import BatchHistogram
 from servekit.observability.cost import Cost
 from servekit.observability.observer import Observer, StepSummary
 from servekit.protocol.messages import StepResult
@@ -113,6 +114,13 @@ class _MetricFactory:
     def histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
         return self._declare(Histogram, name, text, buckets=buckets).labels(*self.label_values)
 
+    def batch_histogram(self, name: str, text: str) -> BatchHistogram:
+        """Declare a histogram whose values come in batches."""
+        names, values = self._label_names, self.label_values
+        histogram = BatchHistogram(f"servekit_{name}", text, names, values, _LATENCY_BUCKETS)
+        self.registry.register(histogram)
+        return histogram
+
     def labelled_histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return self._declare(Histogram, name, text, *labels, buckets=buckets)
 
@@ -143,7 +151,7 @@ class RequestMetrics(Observer):
         self._time_to_first_token = metrics.histogram(
             "time_to_first_token_seconds", "Time from arrival to the first token."
         )
-        self._inter_token_latency = metrics.histogram(
+        self._inter_token_latency = metrics.batch_histogram(
             "inter_token_latency_seconds", "Time between two consecutive tokens of a sequence."
         )
         self._time_per_output_token = metrics.histogram(
@@ -177,8 +185,7 @@ class RequestMetrics(Observer):
         self.num_tokens += num_tokens
         for latency_s in first_token_latencies_s:
             self._time_to_first_token.observe(latency_s)
-        for latency_s in inter_token_latencies_s:
-            self._inter_token_latency.observe(latency_s)
+        self._inter_token_latency.observe_all(inter_token_latencies_s)
 
     def tokens_reported(self, num_tokens: int) -> None:
         """Count tokens of a remote model that came without pieces of their own."""
@@ -528,7 +535,7 @@ class PredictionMetrics:
         self._latency = metrics.histogram(
             "prediction_latency_seconds", "Time from the arrival of an input to its end, for any outcome."
         )
-        self._queue_time = metrics.histogram(
+        self._queue_time = metrics.batch_histogram(
             "prediction_queue_time_seconds", "Time from the arrival of an input to its batch, tokenization included."
         )
         self._batch_items = metrics.histogram("prediction_batch_items", "Inputs of a batch.", _TOKEN_BUCKETS[:12])
@@ -542,8 +549,7 @@ class PredictionMetrics:
 
     def batch_sent(self, num_items: int, waited_s: list[float]) -> None:
         self._batch_items.observe(num_items)
-        for each_s in waited_s:
-            self._queue_time.observe(each_s)
+        self._queue_time.observe_all(waited_s)
 
     def batch_done(self, duration_s: float, num_computed_tokens: int) -> None:
         self._batch_duration.observe(duration_s)
