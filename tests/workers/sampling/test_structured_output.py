@@ -454,7 +454,7 @@ def test_tokens_without_a_bit_get_minus_infinity_and_others_keep_their_logits(
         ]
         for row in range(5)
     ]
-    before = logits.clone()
-    assert structured_output._exclude(logits, bits, in_place=False).tolist() == expected
+    before, exclusion = logits.clone(), structured_output._Exclusion(bits.shape[1])
+    assert exclusion.apply(logits, bits, in_place=False).tolist() == expected
     assert torch.equal(logits, before)
-    assert structured_output._exclude(logits, bits, in_place=True) is logits and logits.tolist() == expected
+    assert exclusion.apply(logits, bits, in_place=True) is logits and logits.tolist() == expected
