@@ -112,6 +112,7 @@ def metrics_table() -> Iterator[str]:
     metrics.watch_adapters(lambda: AdapterUsage(1, 1, {}), lambda: 0.0)
     metrics.adapters.label("")
     metrics.offloading(0)
+    metrics.transfers(0)
     metrics.registry.register(JournalCollector([Journal(Path("journal"), 1, 1)], ""))
     LoadMetrics(metrics, lambda: "", lambda: 0, lambda: 0)
     metrics.watch_predictor(lambda: PredictorStats(**dict.fromkeys(PredictorStats.__struct_fields__, 1)))

@@ -199,6 +199,20 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kv_offload_disk_bytes: Annotated[
         Positive, Meta(description="maximum bytes of the blocks of each worker in --kv-offload-dir")
     ] = 20 * 2**30
+    prefill_replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=63)] | None,
+        Meta(
+            description="how many of the replicas only compute prompts; they hand each sequence over to one of the "
+            "others, which decode (docs/disaggregated_prefill.md); by default each replica does both"
+        ),
+    ] = None
+    kv_transfer_memory_bytes: Annotated[
+        Positive,
+        Meta(
+            description="memory of the host, in bytes, for the KV blocks that each prefill replica hands over, with "
+            "--prefill-replicas"
+        ),
+    ] = 2**30
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0.0, le=1.0, description="fraction of the GPU's memory for weights and KV cache")
     ] = 0.9
@@ -592,6 +606,8 @@ MODEL_SETTINGS = frozenset(
         "kv_offload_memory_bytes",
         "kv_offload_dir",
         "kv_offload_disk_bytes",
+        "prefill_replicas",
+        "kv_transfer_memory_bytes",
         "gpu_memory_utilization",
         "kv_cache_dtype",
         "speculative",
@@ -757,6 +773,7 @@ RENAMED_SETTINGS = {
     "hostname": "host",
     "hicache_size": "kv_offload_memory_bytes",
     "json_output": "log_format",
+    "kv_buffer_size": "kv_transfer_memory_bytes",
     "kv_offloading_size": "kv_offload_memory_bytes",
     "lora_adapters": "lora",
     "lora_modules": "lora",
@@ -809,7 +826,10 @@ _ATTENTION = "the attention backend is selected for the device, there is no sett
 _GRAMMARS = "structured output is always available and uses llguidance"
 _KIND = "--kind chooses between generate, embed, rerank and classify; by default the model's files do"
 _IMAGES = "only text is supported: no images, audio or video yet"
-_TRANSFER = "KV transfer and disaggregated prefill are not supported yet"
+_TRANSFER = (
+    "--prefill-replicas N lets N of the replicas of --data-parallel-size compute prompts, and the others decode "
+    "(docs/disaggregated_prefill.md)"
+)
 _SEED = "each request has its own seed parameter"
 _ALWAYS = "this is always on"
 
@@ -886,8 +906,16 @@ def advice(name: str, known: Sequence[str]) -> str:
 def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
     """Raise ConfigError if the KV cache of a server on the CPU cannot fit into the machine's memory.
 
+    The same for blocks that are handed over, wherever the model runs.
+
     With `device = "auto"` only the worker knows where the model runs; it checks its device's memory itself.
     """
+    num_prefill, transfer = config.prefill_replicas or 0, config.kv_transfer_memory_bytes
+    if num_prefill * transfer > host_memory_bytes:
+        raise ConfigError(
+            f"kv_transfer_memory_bytes = {transfer} (--kv-transfer-memory-bytes), for each of {num_prefill} prefill "
+            f"replicas, is more than this machine's memory of {host_memory_bytes} bytes; set less"
+        )
     wanted = config.kv_cache_memory_bytes
     if not config.starts_workers or config.device != "cpu" or wanted is None or config.num_kv_blocks is not None:
         return

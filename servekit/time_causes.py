@@ -32,6 +32,7 @@ class TimeCause(StrEnum):
     PREEMPTED = "preempted"
     RECOMPUTE = "recompute"
     WORKER_LOSS = "worker_loss"
+    HAND_OVER = "hand_over"
     DETOKENIZING = "detokenizing"
     WRITING = "writing"
     CLIENT_NOT_READING = "client_not_reading"
@@ -57,6 +58,7 @@ MEANINGS: dict[TimeCause, str] = {
     TimeCause.PREEMPTED: "it had lost its slot and blocks, and waited for others",
     TimeCause.RECOMPUTE: "steps computed again what was lost by preemption or with a worker",
     TimeCause.WORKER_LOSS: "its worker was lost, and it waited for another one",
+    TimeCause.HAND_OVER: "a prefill replica had computed its prompt, and it waited for a decode replica",
     TimeCause.DETOKENIZING: "its last token became text, and was taken from its queue",
     TimeCause.WRITING: "the answer was formatted and written",
     TimeCause.CLIENT_NOT_READING: "the connection took no more bytes, because the client did not read",

@@ -53,6 +53,9 @@ class Peers(Protocol):
     async def core_ready(self, core: EngineCore) -> None:
         """Let a core take over sequences that wait elsewhere: its worker has been replaced."""
 
+    def hand_over(self, core: EngineCore) -> None:
+        """Let decode replicas go on with its sequences that have tokens: it is for prefill."""
+
     def has_other_worker(self, core: EngineCore) -> bool:
         """Whether another core has a worker."""
 
@@ -231,6 +234,8 @@ class EngineCore:
         self.latency.committed(manager, tokens, now_s)
         ended, num_delivered = self._output.process(tokens, now_s)
         self._finish_all(ended)
+        if manager.kv_connector.sends:
+            self._peers.hand_over(self)
         self._check_accounting()
         self._warn_of_latency_target()
         loop_time_s = self._clock() - began_s

@@ -61,6 +61,7 @@ from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.request import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.commands import AddSequence, Finish
+from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.shared_budget import SharedBudget
@@ -320,7 +321,7 @@ class LLMEngine(OneModel):
         index, config = replica.index, self.config
         ready = replica.executor.ready
         assert ready is not None and self._output is not None
-        limits = scheduler_config(config, ready, self.speculative.max_drafts)
+        limits = scheduler_config(config, ready, self.speculative.max_drafts, replica.role)
         if self._journals and index == len(self._journals):  # a replica of a worker that has joined
             self._journals += open_journals(config, [index])
         manager = self._journals[index].make_manager(limits) if self._journals else WorkloadManager(limits)
@@ -333,6 +334,8 @@ class LLMEngine(OneModel):
             observers.append(self.metrics.adapters)
         if config.kv_offload_memory_bytes is not None:
             observers.append(self.metrics.offloading(index))
+        if replica.role is not ReplicaRole.BOTH:
+            observers.append(self.metrics.transfers(index))
         for observer in observers:
             observer.worker_ready(None, self._clock())
         return EngineCore(

@@ -555,6 +555,7 @@ def check_settings(config: ServeConfig, kind: PredictorKind) -> None:
         "data_parallel_size": (config.data_parallel_size or 1) > 1,
         "devices": config.devices is not None and "," in config.devices,
         "journal": config.journal is not None,
+        "prefill_replicas": config.prefill_replicas is not None,
         "kv_offload_dir": config.kv_offload_dir is not None,
         "kv_offload_memory_bytes": config.kv_offload_memory_bytes is not None,
         "listen_workers": config.listen_workers is not None,

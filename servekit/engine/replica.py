@@ -8,16 +8,24 @@ from servekit.engine.engine_core import EngineCore
 from servekit.executor.model_executor import ModelExecutor
 from servekit.executor.placement import Placement
 from servekit.protocol.messages import LoadModel, WorkerReady
+from servekit.scheduler.kv_connector import ReplicaRole
 
 
 class Replica:
     """One engine core, the executor of its steps, and where its worker runs."""
 
-    def __init__(self, index: int, executor: ModelExecutor, placement: Placement | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        executor: ModelExecutor,
+        placement: Placement | None,
+        role: ReplicaRole = ReplicaRole.BOTH,
+    ) -> None:
         """`placement` is where the server starts its worker; None if its workers join."""
         self.index = index
         self.executor = executor
         self.placement = placement
+        self.role = role
         self.is_vacated = False  # it has no worker and awaits none: the last one left, or could not be replaced
         self.waited_s = 0.0  # for a worker, in intervals of rebalancing: a pause of this process says nothing
         self._core: EngineCore | None = None
@@ -80,6 +88,7 @@ class Replica:
         worker = self.worker
         return {
             "state": self.state,
+            "role": self.role.value,
             "worker": self.executor.worker_name,
             "host": self.executor.host or None,
             "device": None if worker is None else worker.device,
@@ -97,6 +106,7 @@ class Replica:
             "num_blocks": connector.num_keys,
             "num_loaded_blocks": connector.num_loaded_blocks,
             "num_failed_loads": connector.num_failed_loads,
+            "num_sent_blocks": connector.num_sent_blocks,
         }
 
     def describe(self) -> str:

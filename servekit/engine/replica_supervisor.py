@@ -24,6 +24,7 @@ from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.model_executor import ModelExecutor, WorkerSource
 from servekit.executor.placement import ANYWHERE, Placement, placements
 from servekit.executor.step_timeout import vacated_backoff_s
+from servekit.executor.transfer_memory import TransferMemory, replica_role
 from servekit.protocol.messages import LoadModel
 from servekit.scheduler.commands import Finish
 
@@ -54,6 +55,7 @@ class ReplicaSupervisor:
         self._joining: asyncio.Task[JoinedWorker] | None = None
         self._outage_timer: PauseTolerantTimer | None = None  # runs while there is no worker at all
         self._is_draining = False
+        self._transfer_memory = TransferMemory(config)
         for placement in placements(config):
             replicas.add(self._new_replica(placement))
         if not replicas.all:
@@ -65,9 +67,10 @@ class ReplicaSupervisor:
         def wake() -> None:
             replica.wake()
 
-        source = self._source if placement is None else None
-        executor = ModelExecutor(self._config, wake, wake, source, placement or ANYWHERE)
-        replica = Replica(len(self._replicas.all), executor, placement)
+        source, index = self._source if placement is None else None, len(self._replicas.all)
+        shared_fds = self._transfer_memory.fds
+        executor = ModelExecutor(self._config, wake, wake, source, placement or ANYWHERE, shared_fds)
+        replica = Replica(index, executor, placement, replica_role(self._config, index))
         return replica
 
     # -- start and stop -----------------------------------------------------------------------------------------------
@@ -75,10 +78,17 @@ class ReplicaSupervisor:
     async def start(self, load: LoadModel, make_core: Callable[[Replica], EngineCore]) -> None:
         """Start all workers at the same time, and a core for each. Raises ConfigError or WorkerError."""
         self._make_core = make_core
-        workers = await asyncio.gather(*(each.start(load) for each in self._replicas.all))
+        replicas, memory = self._replicas.all, self._transfer_memory
+        workers = await asyncio.gather(*(each.start(memory.apply(load, each.index, each.role)) for each in replicas))
         for index, worker in enumerate(workers):
             if (why := worker.difference(workers[0])) is not None:
                 raise ConfigError(f"the worker of replica {index} cannot serve together with that of replica 0: {why}")
+            if worker.kv_layout != workers[0].kv_layout:
+                raise ConfigError(
+                    f"the worker of replica {index} ({worker.device}, attention {worker.attention}) stores keys and "
+                    f"values in another layout than that of replica 0 ({workers[0].device}, {workers[0].attention}); "
+                    "they cannot be handed over; use devices of one kind, or leave out --prefill-replicas"
+                )
         for replica in self._replicas.all:
             self._replicas.give_core(replica, make_core(replica))
             log.info("replica %d: %s", replica.index, replica.describe())
@@ -160,6 +170,7 @@ class ReplicaSupervisor:
     async def stop(self, graceful: bool) -> None:
         """End all workers."""
         await asyncio.gather(*(replica.executor.stop(graceful) for replica in self._replicas.all))
+        self._transfer_memory.close()
 
     # -- what cores ask -----------------------------------------------------------------------------------------------
 
@@ -202,6 +213,10 @@ class ReplicaSupervisor:
             if replica.core is not core and not replica.is_ready:
                 await self._replicas.move_from(replica)
         await self._replicas.rebalance()
+
+    def hand_over(self, core: EngineCore) -> None:
+        """Let decode replicas go on with sequences of a prefill replica."""
+        self._replicas.hand_over(self._replicas.of(core))
 
     def has_other_worker(self, core: EngineCore) -> bool:
         """Return whether another core than this one has a worker."""

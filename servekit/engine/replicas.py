@@ -15,9 +15,11 @@ from servekit.engine.engine_core import EngineCore
 from servekit.engine.replica import Replica
 from servekit.engine.request_registry import RequestRegistry
 from servekit.observability.metrics import SchedulerStats
+from servekit.routing.hand_over import find_hand_overs
 from servekit.routing.router import Router
 from servekit.routing.service_exchange import ServiceExchange
-from servekit.scheduler.commands import AddSequence, Finish, Withdraw
+from servekit.scheduler.commands import AddSequence, AnnounceBlocks, Finish, Withdraw
+from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.queued_work import CombinedWork, QueuedCounts
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
@@ -38,6 +40,7 @@ class Replicas:
         self._may_grow = may_grow
         self._router = Router(block_size)
         self._service_exchange = ServiceExchange()
+        self.num_handed_over = 0  # times that a decode replica went on with a sequence
 
     def add(self, replica: Replica) -> None:
         """Append a replica. It may have no core yet, until all that the server begins with have one."""
@@ -63,7 +66,7 @@ class Replicas:
     @property
     def taking_cores(self) -> list[EngineCore]:
         """The cores of the replicas at which a new sequence can run at once."""
-        return [replica.core for replica in self.all if replica.takes_sequences]
+        return [replica.core for replica in self._for_prompts(self.all)]
 
     @property
     def num_ready(self) -> int:
@@ -134,14 +137,21 @@ class Replicas:
     def _choose(self, candidates: list[Replica], commands: Sequence[AddSequence]) -> Replica:
         """Return the candidate for all answers to one prompt, preferably one that can begin at once."""
         fitting = [each for each in candidates if each.fits(_max_length(commands[0]))] or candidates
+        for_prompts = self._for_prompts(fitting)
         for replica in self.all:
-            self._router.set_available(replica.index, replica in fitting and replica.takes_sequences)
+            self._router.set_available(replica.index, replica in for_prompts)
         route = self._router.route(commands)
         if route is not None:
             return self.all[route.replica_id]
         chosen = min(fitting, key=lambda each: (not each.is_ready, each.core.manager.num_waiting))
         self._router.record(chosen.index, commands)
         return chosen
+
+    @staticmethod
+    def _for_prompts(replicas: Iterable[Replica]) -> list[Replica]:
+        """Return those that can compute a prompt at once: not decode replicas, if there are others."""
+        taking = [replica for replica in replicas if replica.takes_sequences]
+        return [replica for replica in taking if replica.role is not ReplicaRole.DECODE] or taking
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
@@ -190,8 +200,9 @@ class Replicas:
 
     async def rebalance(self) -> None:
         """Move waiting sequences to where they start much sooner. Other work is done between any two prompts."""
+        for_prompts = self._for_prompts(self.all)
         for replica in self.all:
-            self._router.set_available(replica.index, replica.takes_sequences)
+            self._router.set_available(replica.index, replica in for_prompts)
         for move in self._router.find_moves(MAX_REBALANCED):
             if move is not None:
                 source, target = self.all[move.source_id], self.all[move.target_id]
@@ -199,6 +210,21 @@ class Replicas:
                     for command in source.core.apply(Withdraw(move.sequence_ids)):
                         self._resume(command, target)
             await asyncio.sleep(0)
+
+    def hand_over(self, source: Replica) -> None:
+        """Let decode replicas go on with sequences of a prefill replica, as far as they have room."""
+        targets = {
+            replica.index: replica.core.manager
+            for replica in self.all
+            if replica.role is ReplicaRole.DECODE and replica.takes_sequences
+        }
+        for hand_over in find_hand_overs(source.core.manager, targets):
+            target = self.all[hand_over.target_id]
+            if hand_over.keys:
+                target.core.apply(AnnounceBlocks(hand_over.keys))
+            for command in source.core.apply(Withdraw((hand_over.sequence_id,), is_hand_over=True)):
+                self._resume(command, target)
+            self.num_handed_over += 1
 
     def _resume(self, command: AddSequence, target: Replica) -> None:
         """Continue a sequence that another core has forgotten."""

@@ -1,4 +1,4 @@
 """Run step plans in a worker process: start it, send plans, receive results, replace it when it is lost.
 
-May import simulation, protocol, config, errors.
+May import simulation, scheduler, protocol, config, errors.
 """

@@ -56,11 +56,12 @@ class ModelExecutor:
         on_leaving: Callable[[], None] = lambda: None,
         source: WorkerSource | None = None,
         placement: Placement = ANYWHERE,
+        shared_fds: tuple[int, ...] = (),
     ) -> None:
         """`on_loss` is called when the worker is lost, even while no call waits for a result.
 
         `on_leaving` is called when a worker that has joined wants to leave (`is_leaving`). With a `source`, no child
-        process is started. Child processes run where `placement` says.
+        process is started. Child processes run where `placement` says, and inherit `shared_fds`.
         """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
         self.host = ""  # machine of a worker that joined, by its own report; empty for child processes
@@ -69,6 +70,7 @@ class ModelExecutor:
         self._on_leaving = on_leaving
         self._source = source
         self._placement = placement
+        self._shared_fds = shared_fds
         self._model: LoadModel | None = None
         self._worker: WorkerConnection | WorkerGroup | None = None
         self._is_ready = False
@@ -176,7 +178,7 @@ class ModelExecutor:
     def _start_rank(self, rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
         arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
         arguments += self._placement.arguments(rank)
-        process = WorkerProcess(arguments, self._placement.environment(rank))
+        process = WorkerProcess(arguments, self._placement.environment(rank), self._shared_fds)
         return WorkerConnection(process, self._config.heartbeat_timeout, on_loss)
 
     def send(self, plan: StepPlan) -> None:

@@ -63,8 +63,10 @@ class WorkerProcess:
     killed when the thread that started it ends.
     """
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str] = EMPTY) -> None:
-        """Start it, with these variables unless the operator has set them.
+    def __init__(
+        self, arguments: list[str], environment: Mapping[str, str] = EMPTY, shared_fds: tuple[int, ...] = ()
+    ) -> None:
+        """Start it, with these variables unless the operator has set them. It inherits `shared_fds`.
 
         It reads nothing and is not watched before `start`.
         """
@@ -80,7 +82,7 @@ class WorkerProcess:
         command += ["--parent-pid", str(os.getpid()), *arguments]
         self._process = subprocess.Popen(
             command,
-            pass_fds=(task_reader.fileno(), result_writer.fileno()),
+            pass_fds=(task_reader.fileno(), result_writer.fileno(), *shared_fds),
             stdin=subprocess.DEVNULL,
             env=worker_environment(environment),
             process_group=0,  # Ctrl-C in a terminal must reach the server only, which ends its workers itself

@@ -357,6 +357,30 @@ class OffloadMetrics(Observer):
         self._bytes["disk"].set(transfers.num_on_disk * transfers.block_bytes)
 
 
+class TransferMetrics(Observer):
+    """KV blocks that prefill replicas hand over to decode replicas."""
+
+    def __init__(self, metrics: _MetricFactory) -> None:
+        self._sent = metrics.counter(
+            "kv_transfer_sent_blocks_total", "KV blocks that a prefill replica made loadable for decode replicas."
+        )
+        self._loaded = metrics.counter(
+            "kv_transfer_loaded_blocks_total", "KV blocks that a decode replica loaded instead of computing them."
+        )
+        self._failed = metrics.counter(
+            "kv_transfer_failed_loads_total",
+            "KV blocks that a decode replica could not load, because they had been overwritten; they were computed.",
+        )
+
+    def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
+        transfers = result.transfers
+        if transfers is None:
+            return
+        self._sent.inc(transfers.num_sent)
+        self._loaded.inc(transfers.num_received)
+        self._failed.inc(len(transfers.failed_loads))
+
+
 class JoinMetrics:
     """Workers that join: why connections to `--listen-workers` were refused."""
 
@@ -1032,6 +1056,7 @@ class ModelMetrics:
         self.requests = RequestMetrics(metrics)
         self._replicas: list[tuple[StepMetrics, WorkerMetrics]] = []
         self._offloading: list[OffloadMetrics] = []  # of the replicas
+        self._transfers: list[TransferMetrics] = []  # of the replicas
         self.steps, self.workers = self.of_replica(0)
         self.joins = JoinMetrics(metrics)
         self.http = HttpMetrics(metrics)
@@ -1043,6 +1068,12 @@ class ModelMetrics:
             factory = self._factory.of_replica(len(self._replicas))
             self._replicas.append((StepMetrics(factory), WorkerMetrics(factory)))
         return self._replicas[index]
+
+    def transfers(self, index: int) -> TransferMetrics:
+        """The metrics of the blocks that a replica sends and loads; a server whose replicas do both has none."""
+        while len(self._transfers) <= index:
+            self._transfers.append(TransferMetrics(self._factory.of_replica(len(self._transfers))))
+        return self._transfers[index]
 
     def offloading(self, index: int) -> OffloadMetrics:
         """The metrics of a replica's offloaded blocks; a server without any does not export them."""

@@ -67,6 +67,10 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     kv_offload_memory_bytes: int = 0  # of the host, for blocks that leave the KV cache; 0: no KV connector
     kv_offload_dir: str = ""  # folder for blocks on disk; "": no files
     kv_offload_disk_bytes: int = 0
+    # Memory for blocks that prefill workers hand over: the open files that a child process inherits, one for each of
+    # these workers, and which of them this worker writes to; None lets it read from all.
+    kv_transfer_fds: tuple[int, ...] = ()
+    kv_transfer_own: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -126,6 +130,8 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     weights_time_s: float = 0.0  # of `load_time_s`: until the layers were ready to compute with them
     attention: str = ""  # the attention backend that was chosen
     memory_bytes: int = 0  # memory of this process on its device, with the whole KV cache; 0 if it is not known
+    # What the bytes of a handed-over block depend on, as a digest; "" where none is handed over. Not compared.
+    kv_layout: Annotated[str, Meta(max_length=100)] = ""
     # One for each process that the model is divided among; one if it is not divided. Not compared.
     ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
 
@@ -240,6 +246,10 @@ class StepPlan(Struct, frozen=True, tag="step_plan"):
     # because the step writes to their blocks, then the loads, then the copies.
     stores: tuple[tuple[int, bytes], ...] = ()  # (block, key)
     loads: tuple[tuple[bytes, int], ...] = ()  # (key, block)
+    # Blocks that other workers can load under a key when the result has come. Behind all that the step computes.
+    sends: tuple[tuple[int, bytes], ...] = ()  # (block, key)
+    # Keys of blocks that waiting sequences need. The worker begins to read those that are on its disk.
+    prefetches: tuple[bytes, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -324,6 +334,8 @@ class TransferReport(Struct, frozen=True, array_like=True, gc=False):
     num_in_memory: Count = 0
     num_on_disk: Count = 0
     block_bytes: Count = 0
+    num_sent: Count = 0  # to other workers
+    num_received: Count = 0  # loaded from other workers; these are not among those from memory
 
 
 class StepResult(Struct, frozen=True, tag="step_result"):

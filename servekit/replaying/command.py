@@ -92,8 +92,9 @@ def _compare(path: Path, options: ReplayOptions) -> Comparison:
         )
     if config.has_kv_connector:
         raise ConfigError(
-            f"{path}: the server offloaded KV blocks. It is not known which blocks other steps would have found; "
-            "record without --kv-offload-memory-bytes, or leave the settings out to compare decisions"
+            f"{path}: the server offloaded KV blocks, or handed them over. It is not known which blocks other steps "
+            "would have found; record without --kv-offload-memory-bytes and --prefill-replicas, or leave the settings "
+            "out to compare decisions"
         )
     recorded = read_run(path, header.config)
     if config.enable_prefix_caching and not header.config.enable_prefix_caching:

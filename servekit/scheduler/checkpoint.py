@@ -114,6 +114,7 @@ class StepState(Struct, frozen=True, array_like=True):
     num_drafts: dict[int, int] = {}  # by index into `sampled`
     loads: list[tuple[bytes, int]] = []  # (key, block)
     copies: list[tuple[int, int]] = []  # (from, to)
+    sends: list[tuple[int, bytes]] = []  # (block, key)
 
 
 class PoolState(Struct, frozen=True, array_like=True):
@@ -143,6 +144,8 @@ class ConnectorState(Struct, frozen=True, array_like=True):
     keys: list[bytes]
     num_loaded_blocks: int
     num_failed_loads: int
+    pending: list[tuple[int, bytes]] = []  # (block, key) that the next step sends
+    num_sent_blocks: int = 0
 
 
 class DraftState(Struct, frozen=True, array_like=True):
@@ -320,6 +323,7 @@ def _save_step(step: Step) -> StepState:
         num_drafts=step.num_drafts.copy(),
         loads=list(step.loads),
         copies=step.copies.copy(),
+        sends=list(step.sends),
     )
 
 
@@ -374,7 +378,13 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
 
 
 def _save_connector(connector: KVConnector) -> ConnectorState:
-    return ConnectorState(list(connector._keys), connector.num_loaded_blocks, connector.num_failed_loads)
+    return ConnectorState(
+        list(connector._keys),
+        connector.num_loaded_blocks,
+        connector.num_failed_loads,
+        list(connector._pending.items()),
+        connector.num_sent_blocks,
+    )
 
 
 def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float], list[float]]:
@@ -402,7 +412,8 @@ def map_hashes(state: ManagerState, function: Callable[[bytes], bytes]) -> Manag
     in_flight = [_map_hashes_of_step(step, function) for step in state.in_flight]
     connector = state.connector
     if connector is not None:
-        connector = replace(connector, keys=list(map(function, connector.keys)))
+        pending = [(block, function(key)) for block, key in connector.pending]
+        connector = replace(connector, keys=list(map(function, connector.keys)), pending=pending)
     pool = replace(state.pool, published=published)
     return replace(state, sequences=sequences, pool=pool, in_flight=in_flight, connector=connector)
 
@@ -411,7 +422,12 @@ def _map_hashes_of_step(step: StepState, function: Callable[[bytes], bytes]) -> 
     result = step.result
     if result is not None:
         result = replace(result, dropped_keys=tuple(map(function, result.dropped_keys)))
-    return replace(step, loads=[(function(key), block) for key, block in step.loads], result=result)
+    return replace(
+        step,
+        loads=[(function(key), block) for key, block in step.loads],
+        result=result,
+        sends=[(block, function(key)) for block, key in step.sends],
+    )
 
 
 # -- restoring ---------------------------------------------------------------------------------------------------------
@@ -465,9 +481,7 @@ def restore_manager(
     if state.drafts is not None:
         _restore_drafts(manager.draft_lengths, state.drafts)
     if state.connector is not None:
-        manager.kv_connector.announce(state.connector.keys)
-        manager.kv_connector.num_loaded_blocks = state.connector.num_loaded_blocks
-        manager.kv_connector.num_failed_loads = state.connector.num_failed_loads
+        _restore_connector(manager.kv_connector, state.connector, manager._in_flight)
     _restore_pool(manager.kv_cache, state.pool, manager._running)
     _restore_queue(manager, state)
     return manager
@@ -559,6 +573,7 @@ def _restore_step(state: StepState, sequences: dict[int, Sequence]) -> Step:
     step.num_drafts = state.num_drafts.copy()
     step.loads = tuple(state.loads)
     step.copies = state.copies.copy()
+    step.sends = tuple(state.sends)
     step.sampled = [
         (_find(sequences, sequence_id, incarnation), incarnation) for sequence_id, incarnation in state.sampled
     ]
@@ -607,6 +622,16 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
         (draft_lengths.round_times, state.round_times),
     ):
         times.restore(*learned)
+
+
+def _restore_connector(connector: KVConnector, state: ConnectorState, in_flight: Iterable[Step]) -> None:
+    connector.announce(state.keys)
+    connector.num_loaded_blocks = state.num_loaded_blocks
+    connector.num_failed_loads = state.num_failed_loads
+    connector.num_sent_blocks = state.num_sent_blocks
+    for block, key in state.pending:
+        connector.send(block, key)
+    connector._on_the_way.update(key for step in in_flight for _, key in step.sends)
 
 
 def _restore_pool(kv_cache: KVCacheManager, state: PoolState, running: list[Sequence]) -> None:

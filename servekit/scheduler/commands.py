@@ -81,6 +81,7 @@ class Withdraw(Operation[list[AddSequence]], frozen=True, tag="withdraw"):
     """Forget sequences. The answer is the commands with which another manager continues them, in order of arrival."""
 
     sequence_ids: tuple[int, ...] | None  # None for all; ids of sequences that have ended are ignored
+    is_hand_over: bool = False  # of a prefill replica to a decode replica. No decision depends on it
 
 
 class ChargeElsewhere(Operation[None], frozen=True, tag="charge_elsewhere"):

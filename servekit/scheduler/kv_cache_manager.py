@@ -93,7 +93,7 @@ class KVCacheManager:
             self._hash_blocks(sequence, num_blocks)
             if num_blocks:
                 blocks = self.prefixes.find(sequence.kv.hashes[:num_blocks])
-                if self.connector.is_on:
+                if self.connector.loads:
                     num_loads = self.prefixes.num_loadable(sequence.kv.hashes[len(blocks) : num_blocks])
         found = PrefixMatch(blocks, (len(blocks) + num_loads) * self.block_size, num_loads=num_loads)
         leader = sequence.leader
@@ -217,6 +217,9 @@ class KVCacheManager:
         kv, num_found = sequence.kv, len(match.blocks)
         if num_found:
             self.pool.share(match.blocks)
+            if self.connector.sends:  # they may have been sent so long ago that they cannot be loaded any more
+                for block, key in zip(match.blocks, kv.hashes, strict=False):
+                    self.connector.send(block, key)
         kv.table = match.blocks
         kv.capacity = num_found * self.block_size
         kv.num_found = kv.num_published = num_found

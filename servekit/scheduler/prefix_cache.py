@@ -87,7 +87,7 @@ class PrefixCache:
         if hashes and hashes[0] in self._block_of:
             # Without a loop in Python: 20 ns for each block.
             num_published = [*map(self._block_of.__contains__, hashes), False].index(False)
-        return num_published + (self.num_loadable(hashes[num_published:]) if self._connector.is_on else 0)
+        return num_published + (self.num_loadable(hashes[num_published:]) if self._connector.loads else 0)
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Make a leased block findable. Of several blocks with one hash, the first one stays the one that is found."""
@@ -95,12 +95,14 @@ class PrefixCache:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
             self.pool.keep(block)
+            if self._connector.sends:
+                self._connector.send(block, block_hash)
             if self._unsettled:
                 self._unsettled[-1][1].append(block)
 
     def begin_step(self, step_id: int) -> None:
         """Note that step `step_id` is planned from now on."""
-        if self._connector.is_on and (not self._unsettled or self._unsettled[-1][0] != step_id):
+        if self._connector.loads and (not self._unsettled or self._unsettled[-1][0] != step_id):
             self._unsettled.append((step_id, []))
 
     def settle(self, step_id: int, has_failed_loads: bool) -> set[int]:
@@ -121,12 +123,14 @@ class PrefixCache:
     def _evict(self, block: int) -> None:
         """Forget a block that is about to be reused."""
         block_hash = self._forget(block)
-        if self._connector.is_on:
+        if self._connector.stores:
             self._connector.store(block, block_hash)
 
     def _forget(self, block: int) -> bytes:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
+        if self._connector.sends:
+            self._connector.cancel_send(block)
         return block_hash
 
     def check(self) -> None:

@@ -217,6 +217,7 @@ PLAN_COLUMNS = (
     "chunks.num_token_ids",
     "stores.block",
     "loads.block",
+    "sends.block",
 )
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -245,6 +246,7 @@ def plan_columns(plan: StepPlan) -> list[Any]:
         [len(chunk.token_ids) for chunk in chunks],
         [block for block, _ in plan.stores],
         [block for _, block in plan.loads],
+        [block for block, _ in plan.sends],
     ]
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 from servekit.config import ServeConfig
 from servekit.errors import ContextTooLong
 from servekit.protocol.messages import WorkerReady
+from servekit.scheduler.kv_connector import ReplicaRole
 
 # Each admission takes 30 to 70 µs of `plan`, which holds the event loop. With more slots a step takes longer anyway,
 # and all of them should be filled within a few steps.
@@ -32,6 +33,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_admissions_per_step: int = MIN_ADMISSIONS_PER_STEP
     max_drafts: int = 0  # maximum drafts of a sequence in a step; 0 turns speculative decoding off
     has_kv_connector: bool = False  # whether the worker stores blocks outside the pool
+    prefetches_blocks: bool = False  # whether the worker reads blocks from its disk while their sequences wait
+    role: ReplicaRole = ReplicaRole.BOTH  # which of them it stores there, and loads from there
 
     @property
     def max_total_tokens(self) -> int:
@@ -65,7 +68,9 @@ def _max_steps_in_flight(config: ServeConfig) -> int:
     return max(config.max_steps_in_flight, num_stages + 1) if num_stages > 1 else config.max_steps_in_flight
 
 
-def scheduler_config(config: ServeConfig, worker: WorkerReady, max_drafts: int = 0) -> SchedulerConfig:
+def scheduler_config(
+    config: ServeConfig, worker: WorkerReady, max_drafts: int = 0, role: ReplicaRole = ReplicaRole.BOTH
+) -> SchedulerConfig:
     """The scheduler's configuration, from the operator's settings, what the worker reported and the chosen drafter."""
     return SchedulerConfig(
         num_blocks=worker.num_blocks,
@@ -81,5 +86,7 @@ def scheduler_config(config: ServeConfig, worker: WorkerReady, max_drafts: int =
         scheduling_policy=config.scheduling_policy,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
         max_drafts=max_drafts,
-        has_kv_connector=config.kv_offload_memory_bytes is not None,
+        has_kv_connector=config.kv_offload_memory_bytes is not None or role is not ReplicaRole.BOTH,
+        prefetches_blocks=config.kv_offload_dir is not None,
+        role=role,
     )

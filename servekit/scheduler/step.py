@@ -33,6 +33,7 @@ class Step(Struct):
     chunks: list[ScheduledChunk] = []
     copies: list[tuple[int, int]] = []
     loads: tuple[tuple[bytes, int], ...] = ()
+    sends: tuple[tuple[int, bytes], ...] = ()
     sampled: list[tuple[Sequence, int]] = []  # (sequence, its incarnation) for each span
     num_drafts: dict[int, int] = {}  # planned ones, by index into `sampled`
     # By index of the chunk: the sequence, and its incarnation, whose prompt logprobs that chunk computes.

@@ -63,7 +63,7 @@ from servekit.scheduler.crash_quarantine import CrashQuarantine
 from servekit.scheduler.deadlines import Deadlines
 from servekit.scheduler.draft_length import DraftLengths
 from servekit.scheduler.kv_cache_manager import KVCacheManager, PrefixMatch
-from servekit.scheduler.kv_connector import KVConnector
+from servekit.scheduler.kv_connector import KVConnector, Stored
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.policy import POLICIES
 from servekit.scheduler.prefill_limiter import PrefillLimiter
@@ -92,7 +92,7 @@ class WorkloadManager:
         self.epoch = 0
         self.output_lengths = output_lengths or OutputLengthPredictor(config.block_size)
         self._hash_block = hash_block
-        self.kv_connector = KVConnector(config.has_kv_connector)
+        self.kv_connector = KVConnector(config.has_kv_connector, config.role)
         self.kv_cache = self._new_kv_cache()
         self.waiting_queue = POLICIES[config.scheduling_policy]()
         self.prefill_limiter = PrefillLimiter(config.itl_target_s, config.max_num_batched_tokens)
@@ -161,6 +161,21 @@ class WorkloadManager:
         """The ids of all living sequences, in order of arrival."""
         return sorted(self._sequences)
 
+    @property
+    def past_prompt(self) -> list[Sequence]:
+        """The running sequences that have tokens, by rank: another replica could go on with them."""
+        return [sequence for sequence in self._running if sequence.num_output_tokens]
+
+    @property
+    def num_waiting_blocks(self) -> int:
+        """How many blocks the waiting sequences need at once. Takes time linear in the number of all sequences."""
+        block_size = self.config.block_size
+        return sum(
+            -(-sequence.num_tokens // block_size)
+            for sequence in self._sequences.values()
+            if sequence.status is Status.WAITING
+        )
+
     def slots_by_tenant(self) -> Counter[str]:
         """How many running sequences each tenant has. Takes time linear in their number."""
         return Counter(sequence.tenant for sequence in self._running)
@@ -206,7 +221,7 @@ class WorkloadManager:
             case Finish():
                 outcome = self.finish(command.sequence_id, command.reason, command.num_output_tokens)
             case Withdraw():
-                outcome = self.withdraw(command.sequence_ids)
+                outcome = self.withdraw(command.sequence_ids, command.is_hand_over)
             case ChargeElsewhere():
                 self.waiting_queue.charge_elsewhere(command.num_tokens, command.max_lead)
             case AnnounceBlocks():
@@ -313,9 +328,11 @@ class WorkloadManager:
             return None
         self.next_step_id += 1
         self._in_flight.append(step)
-        stores: tuple[tuple[int, bytes], ...] = ()
+        stores: tuple[Stored, ...] = ()
+        prefetches: tuple[bytes, ...] = ()
         if self.kv_connector.is_on:
-            stores, step.loads = self.kv_connector.take_transfers()
+            stores, step.loads, step.sends = self.kv_connector.take_transfers()
+            prefetches = self.kv_connector.take_prefetches()
         return StepPlan(
             self.epoch,
             step.step_id,
@@ -324,6 +341,8 @@ class WorkloadManager:
             tuple(step.copies),
             stores=stores,
             loads=step.loads,
+            sends=step.sends,
+            prefetches=prefetches,
         )
 
     def commit(self, result: StepResult, now_s: float) -> list[SequenceToken]:
@@ -364,7 +383,7 @@ class WorkloadManager:
         self._remove(sequence)
         return True
 
-    def withdraw(self, sequence_ids: Iterable[int] | None) -> list[AddSequence]:
+    def withdraw(self, sequence_ids: Iterable[int] | None, is_hand_over: bool = False) -> list[AddSequence]:
         """Forget these sequences, or all, whatever their state, and release what they hold.
 
         Returns the commands that continue them on another manager, in order of arrival. Tokens that steps in flight
@@ -392,8 +411,9 @@ class WorkloadManager:
             )
             for sequence in sequences
         ]
+        cause, rule = (TimeCause.HAND_OVER, "prefill_replicas") if is_hand_over else (TimeCause.WORKER_LOSS, "moved")
         for sequence in sequences:
-            sequence.history.set_back(sequence.num_computed, TimeCause.WORKER_LOSS, "moved")
+            sequence.history.set_back(sequence.num_computed, cause, rule)
         for sequence in reversed(sequences):  # followers first, which a leader that leaves would put into the queue
             self._remove(sequence)
         return commands
@@ -753,6 +773,7 @@ class WorkloadManager:
         """
         assert step.result is not None
         report = step.result.transfers or TransferReport()
+        self.kv_connector.sent(step.sends)
         failed = [step.loads[index] for index in report.failed_loads]
         copies = [copy for each in self._in_flight for copy in each.copies]
         for sequence in self.kv_cache.settle_transfers(
@@ -939,6 +960,9 @@ class WorkloadManager:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         found = self.kv_cache.find_prefix_match(sequence, self.next_step_id)
+        if found.num_loads and self.config.prefetches_blocks:
+            num_blocks = len(found.blocks)
+            self.kv_connector.prefetch(sequence.kv.hashes[num_blocks : num_blocks + found.num_loads])
         sequence.num_missing = sequence.num_tokens - found.num_tokens
         self.num_prefill_tokens += sequence.num_missing
         self.waiting_queue.push(sequence)

@@ -2,7 +2,7 @@
 
 A `Fleet` is a value: the replicas, the conversations, and when replicas are lost and return. `FleetSimulation` plays it
 with a routing policy, and records what each turn found in the prefix cache and how long it waited. Tokens are not
-checked here; simulation/service.py does that.
+checked here; simulation/service.py does that. The first replicas may be for prefill: they hand sequences over.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.routing.hand_over import find_hand_overs
 from servekit.routing.router import Move, Route
 from servekit.routing.service_exchange import ServiceExchange
-from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.commands import AddSequence, AnnounceBlocks
+from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.simulation.model import SimulatedModel
 
 ANSWER_TOKEN = 0  # every answer consists of it
 REBALANCE_EVERY_S = EXCHANGE_EVERY_S = 0.25
@@ -55,13 +56,21 @@ class Outage(Struct, frozen=True):
     returns_s: float
 
 
+class StepDuration(Protocol):
+    """How long the steps of a replica take: a `SimulatedModel`, or a device's roofline."""
+
+    def duration_s(self, plan: StepPlan) -> float: ...
+
+
 class Fleet(Struct, frozen=True, kw_only=True):
     """Everything that a simulation depends on, but the policy."""
 
     scheduler: SchedulerConfig  # of each replica
-    models: tuple[SimulatedModel, ...]  # one for each replica: how long its steps take
+    models: tuple[StepDuration, ...]  # one for each replica
     conversations: tuple[Conversation, ...]
     outages: tuple[Outage, ...] = ()
+    num_prefill_replicas: int = 0  # the first ones; the policy sends prompts to them only
+    transfer_s: float = 0.0  # for each block that a step sends or loads, beside what it computes
 
 
 class RoutingPolicy(Protocol):
@@ -87,6 +96,8 @@ class TurnRecord(Struct):
     num_cached_tokens: int = 0
     first_token_s: float = 0.0
     ended_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)  # between tokens
+    last_token_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -94,7 +105,7 @@ class TurnRecord(Struct):
 
 
 class _Replica:
-    def __init__(self, replica_id: int, config: SchedulerConfig, model: SimulatedModel) -> None:
+    def __init__(self, replica_id: int, config: SchedulerConfig, model: StepDuration) -> None:
         self.replica_id = replica_id
         self.manager = WorkloadManager(config)
         self.model = model
@@ -109,6 +120,7 @@ class FleetSimulation:
         self.policy = policy
         self.now_s = 0.0
         self.num_moves = 0
+        self.num_handed_over = 0
         self.records: list[TurnRecord] = []
         self._replicas: dict[int, _Replica] = {}
         self._exchange = ServiceExchange()
@@ -194,7 +206,8 @@ class FleetSimulation:
     def _plan(self, replica: _Replica) -> None:
         while (plan := replica.manager.plan(self.now_s)) is not None:
             begins_s = max(self.now_s, replica.in_flight[-1][0]) if replica.in_flight else self.now_s
-            replica.in_flight.append((begins_s + replica.model.duration_s(plan), plan))
+            transfers_s = self.fleet.transfer_s * (len(plan.sends) + len(plan.loads))
+            replica.in_flight.append((begins_s + replica.model.duration_s(plan) + transfers_s, plan))
             if len(replica.in_flight) == 1:
                 self._schedule(replica.in_flight[0][0], _Steps(replica))
 
@@ -208,8 +221,11 @@ class FleetSimulation:
         num_ended = 0
         for token in replica.manager.commit(result, self.now_s):
             sequence = token.sequence
+            record = self._alive[sequence.sequence_id][1]
+            if record.last_token_s:
+                record.gaps_s.append(self.now_s - record.last_token_s)
+            record.last_token_s = self.now_s
             if not sequence.num_output_tokens > 1 or token.finish_reason is not None:
-                _, record = self._alive[sequence.sequence_id]
                 if not record.first_token_s:
                     record.first_token_s = self.now_s
                     record.num_cached_tokens = sequence.num_cached_tokens or 0
@@ -220,8 +236,23 @@ class FleetSimulation:
                     del self._alive[sequence.sequence_id]
         if replica.in_flight:
             self._schedule(replica.in_flight[0][0], _Steps(replica))
+        if replica.manager.kv_connector.sends:
+            self._hand_over(replica)
         self._plan(replica)
         return num_ended
+
+    def _hand_over(self, source: _Replica) -> None:
+        targets = {
+            replica_id: replica.manager
+            for replica_id, replica in self._replicas.items()
+            if replica.manager.config.role is ReplicaRole.DECODE
+        }
+        for hand_over in find_hand_overs(source.manager, targets):
+            target = self._replicas[hand_over.target_id]
+            target.manager.apply(AnnounceBlocks(hand_over.keys))
+            (command,) = source.manager.withdraw((hand_over.sequence_id,), is_hand_over=True)
+            self._add_to(target, command, self._alive[hand_over.sequence_id][1])
+            self.num_handed_over += 1
 
     def _end(self, record: TurnRecord, history: array[int]) -> None:
         turns = self.fleet.conversations[record.conversation].turns
@@ -232,7 +263,11 @@ class FleetSimulation:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def _join(self, replica_id: int) -> None:
-        replica = _Replica(replica_id, self.fleet.scheduler, self.fleet.models[replica_id])
+        config, num_prefill = self.fleet.scheduler, self.fleet.num_prefill_replicas
+        if num_prefill:
+            role = ReplicaRole.PREFILL if replica_id < num_prefill else ReplicaRole.DECODE
+            config = replace(config, has_kv_connector=True, role=role)
+        replica = _Replica(replica_id, config, self.fleet.models[replica_id])
         self._replicas[replica_id] = replica
         self.policy.add_replica(replica_id, replica.manager)
 
@@ -245,7 +280,7 @@ class FleetSimulation:
             if sequence is not None:
                 command, record = self._alive[sequence_id]
                 sampling = replace(command.sampling, max_tokens=sequence.max_length - sequence.num_tokens)
-                command = replace(command, prompt_token_ids=sequence.token_ids[:], sampling=sampling)
+                command = replace(command, prompt_token_ids=sequence.token_ids[:], sampling=sampling, progress=None)
                 self._add(command, record)
 
     def _rebalance(self) -> None:

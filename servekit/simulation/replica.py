@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from math import inf
 
 from msgspec import Struct
@@ -21,9 +22,11 @@ from servekit.scheduler.commands import (
     Restart,
     Withdraw,
 )
+from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.simulation.kv_transfer import SimulatedReceiver, SimulatedRing, SimulatedSender
 from servekit.simulation.promises import Promise, ServiceLag
 from servekit.simulation.scenario import Client, Scenario
 from servekit.simulation.shared_turns import SharedTurns
@@ -52,10 +55,13 @@ class SimulatedReplica:
         watch_lag: bool,
         index: int = 0,
         turns: SharedTurns | None = None,
+        rings: Collection[SimulatedRing] = (),
     ) -> None:
-        """`turns` watches the replica of this index together with the others."""
+        """`turns` watches the replica of this index together with the others. `rings` are those of prefill replicas."""
         self.scenario = scenario
         self.manager = manager
+        self._rings = list(rings)
+        self._index = index
         self.worker = self._new_worker()
         self.clients: dict[int, Client] = {}  # whose sequences are here, by sequence id
         self.ready_s = 0.0  # when its worker is ready, if it is not
@@ -68,11 +74,14 @@ class SimulatedReplica:
         self._in_flight: deque[_Dispatched] = deque()
         self._late_results: list[StepResult] = []
         self._promise = Promise(manager, self.lag if scenario.num_replicas == 1 else None)
-        self._index = index
         self._turns = turns
 
     def apply(self, command: Operation[Outcome]) -> Outcome:
         return self.manager.apply(command)
+
+    @property
+    def role(self) -> ReplicaRole:
+        return self.manager.config.role
 
     @property
     def has_quarantine(self) -> bool:
@@ -168,8 +177,14 @@ class SimulatedReplica:
         return failed
 
     def _new_worker(self) -> SimulatedWorker:
-        config, scenario = self.scenario.scheduler, self.scenario
-        connector = SimulatedConnector(scenario.num_offloaded_blocks) if config.has_kv_connector else None
+        config, scenario = self.manager.config, self.scenario
+        connector: SimulatedConnector | SimulatedSender | SimulatedReceiver | None = None
+        if self.role is ReplicaRole.PREFILL:
+            connector = SimulatedSender(self._rings[self._index])
+        elif self.role is ReplicaRole.DECODE:
+            connector = SimulatedReceiver(self._rings)
+        elif config.has_kv_connector:
+            connector = SimulatedConnector(scenario.num_offloaded_blocks)
         return SimulatedWorker(
             config.num_blocks, config.block_size, config.max_num_batched_tokens, scenario.drafting_s, connector
         )
@@ -177,7 +192,10 @@ class SimulatedReplica:
     def _replace_worker(self) -> None:
         """Start another worker. If the connector is durable, the worker finds what the lost one stored."""
         connector, self.worker = self.worker.connector, self._new_worker()
-        if connector is not None and self.scenario.is_connector_durable:
+        new = self.worker.connector
+        if isinstance(new, SimulatedSender | SimulatedReceiver):
+            self.apply(AnnounceBlocks(new.keys))
+        elif isinstance(connector, SimulatedConnector) and self.scenario.is_connector_durable:
             self.worker.connector = connector
             self.apply(AnnounceBlocks(tuple(connector.pages)))
 
@@ -231,6 +249,11 @@ class SimulatedReplica:
         self.deliver_late_results(now_s)
         return None
 
+    def damage(self, number: int) -> None:
+        """Let the loads of some of the blocks fail that its KV connector keeps, if it has one."""
+        if self.worker.connector is not None:
+            self.worker.connector.damage(number)
+
     def deliver_late_results(self, now_s: float) -> None:
         while self._late_results:
             result = self._late_results.pop()
@@ -262,9 +285,12 @@ class SimulatedReplica:
 
     # -- sequences that move ------------------------------------------------------------------------------------------
 
-    def withdraw(self, sequence_ids: tuple[int, ...] | None) -> list[tuple[AddSequence, Client]]:
+    def withdraw(
+        self, sequence_ids: tuple[int, ...] | None, is_hand_over: bool = False
+    ) -> list[tuple[AddSequence, Client]]:
         """Forget sequences. Returns the commands that continue them, each with its client."""
-        return [(command, self.clients.pop(command.sequence_id)) for command in self.apply(Withdraw(sequence_ids))]
+        commands = self.apply(Withdraw(sequence_ids, is_hand_over))
+        return [(command, self.clients.pop(command.sequence_id)) for command in commands]
 
     def resume(self, command: AddSequence, client: Client) -> None:
         """Continue a sequence of another replica."""

@@ -55,6 +55,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
     recovery_s: float = 0.0  # until a replica that lost its worker, or left, is ready again
     exchange_interval_s: float = 0.01  # after which replicas learn what the others computed for each tenant
     num_offloaded_blocks: int = 0  # that the KV connector of each worker has room for
+    num_prefill_replicas: int = 0  # that hand sequences over to the others; they are the first ones
+    num_transfer_blocks: int = 0  # that the memory of each of them has room for
     is_connector_durable: bool = False  # whether the next worker finds what the connector of a lost one held
 
 

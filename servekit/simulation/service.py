@@ -6,6 +6,7 @@ manager's own invariants, the policy's promise, and every token against a refere
 the end it checks that every sequence was served. A failing scenario can be shrunk, saved and played again.
 
 With several replicas, sequences move from one to another: when a worker is lost, when a replica leaves, and at random.
+Where some of them are prefill replicas, these hand sequences over to the others.
 
 It is part of the product and not of the tests, because it also answers what another policy or size would do.
 
@@ -19,16 +20,21 @@ from collections import deque
 from collections.abc import Callable, Collection
 from math import inf
 
+from msgspec.structs import replace
+
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.routing.hand_over import MAX_RECOMPUTED_BLOCKS, find_hand_overs
 from servekit.routing.service_exchange import ServiceExchange
-from servekit.scheduler.commands import AddSequence, Finish
+from servekit.scheduler.commands import AddSequence, AnnounceBlocks, Finish
 from servekit.scheduler.crash_quarantine import CRASHES_TO_FAIL
 from servekit.scheduler.draft_length import DraftLengths
+from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import NEVER, FinishReason, Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.simulation.kv_transfer import SimulatedRing
 from servekit.simulation.promises import ServiceLag
 from servekit.simulation.replica import SimulatedReplica
 from servekit.simulation.scenario import Arrival, Client, Fault, Scenario
@@ -51,16 +57,16 @@ class Simulation:
         self.clients: dict[int, Client] = {}
         make_predictor = RecklessPredictor if scenario.is_reckless else OutputLengthPredictor
         self._managers = [
-            make_manager(scenario.scheduler, make_predictor(scenario.scheduler.block_size))
-            for _ in range(scenario.num_replicas)
+            make_manager(config, make_predictor(config.block_size)) for config in replica_configs(scenario)
         ]
+        rings = [SimulatedRing(scenario.num_transfer_blocks) for _ in range(scenario.num_prefill_replicas)]
         if scenario.has_eager_drafts:
             for manager in self._managers:
                 manager.draft_lengths = EagerDraftLengths(scenario.scheduler.max_drafts)
         has_shared_turns = check and scenario.num_replicas > 1 and scenario.scheduler.scheduling_policy == "fair"
         self.turns = SharedTurns(self._managers) if has_shared_turns else None
         self.replicas = [
-            SimulatedReplica(scenario, manager, check, watch_lag, index, self.turns)
+            SimulatedReplica(scenario, manager, check, watch_lag, index, self.turns, rings)
             for index, manager in enumerate(self._managers)
         ]
         self._exchange = ServiceExchange()
@@ -73,6 +79,7 @@ class Simulation:
         self.num_failed = 0  # sequences, over which workers crash
         self.num_suspects = 0  # sequences that were in quarantine after a crash, each one once for each crash
         self.num_moved = 0  # times that a sequence went on elsewhere
+        self.num_handed_over = 0  # times that a decode replica went on with a sequence
         self.num_losses = 0  # of workers
         num_deadly = sum(arrival.crashes_at is not None for arrival in scenario.arrivals)
         # A move may forgive a crash: what a withdrawn sequence has in flight is not held against it.
@@ -103,7 +110,9 @@ class Simulation:
             self._wait()
             self._exchange_service()
             num_failed_loads = sum(manager.kv_connector.num_failed_loads for manager in self._managers)
-            if self.num_steps > max_steps + num_failed_loads * max_total_tokens:
+            num_again = num_failed_loads * max_total_tokens
+            num_again += self.num_handed_over * self.scenario.scheduler.block_size * (1 + MAX_RECOMPUTED_BLOCKS)
+            if self.num_steps > max_steps + num_again:
                 alive = [client for replica in self.replicas for client in replica.clients.values()]
                 raise Violation(f"no end after {self.num_steps} steps; alive: {alive}")
         for replica in self.replicas:
@@ -141,6 +150,7 @@ class Simulation:
             if end is not None:
                 self._restart(first, is_out_of_memory=end == "memory")
                 first.deliver_late_results(self.now_s)
+            self._hand_over(first)
         elif self._events:
             event = self._events.popleft()
             self.now_s = max(self.now_s, event.at_s)
@@ -204,6 +214,10 @@ class Simulation:
         others = [replica for replica in self.replicas if replica is not but] or self.replicas
         ready = [replica for replica in others if self._is_ready(replica)]
         serving = [replica for replica in ready if not replica.has_quarantine]
+        # Prompts are for prefill replicas. Some go to others, as when none of these was ready.
+        for_prompts = [replica for replica in serving if replica.role is not ReplicaRole.DECODE]
+        if number % 16 != 15 and for_prompts:
+            serving = for_prompts
         candidates = serving or ready or others
         return candidates[hash((number, len(candidates))) % len(candidates)]
 
@@ -229,8 +243,7 @@ class Simulation:
             ids = sorted(replica.clients)
             self._move(replica, tuple(each for each in ids if hash((each, fault.target)) % 2))
         elif fault.kind == "damage":
-            if replica.worker.connector is not None:
-                replica.worker.connector.damage(fault.target)
+            replica.damage(fault.target)
         elif fault.kind == "delay":
             replica.delay_s = 50 * self.scenario.step_base_s
         else:
@@ -301,6 +314,32 @@ class Simulation:
             leader_id = command.sequence_id if command.leader_id is None else command.leader_id
             (target or self._choose(leader_id, but=source)).resume(command, client)
             self.num_moved += 1
+
+    def _hand_over(self, source: SimulatedReplica) -> None:
+        """Let decode replicas go on with the sequences of a prefill replica that have tokens."""
+        if source.role is not ReplicaRole.PREFILL:
+            return
+        targets = {
+            index: replica.manager
+            for index, replica in enumerate(self.replicas)
+            if replica.role is ReplicaRole.DECODE and self._is_ready(replica) and not replica.has_quarantine
+        }
+        for hand_over in find_hand_overs(source.manager, targets):
+            target = self.replicas[hand_over.target_id]
+            if hand_over.keys:
+                target.apply(AnnounceBlocks(hand_over.keys))
+            for command, client in source.withdraw((hand_over.sequence_id,), is_hand_over=True):
+                target.resume(command, client)
+                self.num_handed_over += 1
+
+
+def replica_configs(scenario: Scenario) -> list[SchedulerConfig]:
+    """Return the configuration of each replica's manager."""
+    scheduler, num_prefill = scenario.scheduler, scenario.num_prefill_replicas
+    if not num_prefill:
+        return [scheduler] * scenario.num_replicas
+    roles = [ReplicaRole.PREFILL] * num_prefill + [ReplicaRole.DECODE] * (scenario.num_replicas - num_prefill)
+    return [replace(scheduler, has_kv_connector=True, role=role) for role in roles]
 
 
 class EagerDraftLengths(DraftLengths):

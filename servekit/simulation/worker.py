@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, chain, islice
+from typing import Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -88,6 +89,19 @@ class NaiveReference:
         return next_state(states[-1] if states else 0, token_id)
 
 
+class Connector(Protocol):
+    """The KV connector of a simulated worker."""
+
+    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+        """Do what a plan says before anything is computed."""
+
+    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+        """Do what a plan says behind all that is computed. `report` is what `execute` returned."""
+
+    def damage(self, number: int) -> None:
+        """Let the loads of some blocks fail, as if by chance."""
+
+
 class SimulatedConnector:
     """Keeps the pages of blocks by their keys, as many as it has room for; the least recently used go first."""
 
@@ -124,6 +138,12 @@ class SimulatedConnector:
             num_loaded_from_memory=len(plan.loads) - len(failed),
             num_in_memory=len(self.pages),
         )
+
+    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+        """Raise Violation if a plan sends blocks, which only a prefill worker does."""
+        if plan.sends:
+            raise Violation(f"{plan} is for a prefill worker")
+        return report
 
     def damage(self, number: int) -> None:
         """Let the loads of some of the kept blocks fail, as if by chance."""
@@ -181,7 +201,7 @@ class SimulatedWorker:
         block_size: int,
         max_num_batched_tokens: int,
         drafting_s: float = 0.0,
-        connector: SimulatedConnector | None = None,
+        connector: Connector | None = None,
     ) -> None:
         """`drafting_s` is what it reports for each round of its drafter, which makes one draft for each sequence."""
         self.connector = connector
@@ -237,6 +257,8 @@ class SimulatedWorker:
             if chunk.num_drafts or slot.rejected:
                 slot.rejected = (*slot.rejected, chunk.num_drafts + 1 - len(token_ids))[-MAX_STEPS_BEHIND:]
             spans.append(_Span(slot, stop, token_ids, num_drafts))
+        if self.connector is not None and transfers is not None:
+            transfers = self.connector.send(plan, self.pages, transfers)
         token_ids = list(chain.from_iterable([span.token_ids for span in spans]))
         counts = [len(span.token_ids) for span in spans] if len(token_ids) > len(spans) else []
         num_drafts_of_spans = [span.num_drafts for span in spans] if drafts else []
@@ -260,7 +282,7 @@ class SimulatedWorker:
             raise Violation(f"a step of {plan.num_tokens} tokens, the budget is {self.max_num_batched_tokens}")
         if len({chunk.slot for chunk in plan.chunks}) != len(plan.chunks):
             raise Violation(f"a slot is scheduled twice in {plan}")
-        if self.connector is None and (plan.stores or plan.loads):
+        if self.connector is None and (plan.stores or plan.loads or plan.sends):
             raise Violation(f"{plan} is for a worker with a KV connector")
         transfers = None if self.connector is None else self.connector.execute(plan, self.pages)
         for source, target in plan.copies:

@@ -162,6 +162,10 @@ def test_a_kv_cache_beyond_the_machines_memory_is_refused_before_the_start(capsy
     for device, num_kv_blocks in (("auto", None), ("cuda:0", None), ("cpu", 8)):
         config = ServeConfig(device=device, kv_cache_memory_bytes=1000, num_kv_blocks=num_kv_blocks)
         check_host_memory(config, host_memory_bytes=1)
+    apart = ServeConfig(prefill_replicas=2, kv_transfer_memory_bytes=500)
+    check_host_memory(apart, host_memory_bytes=1000)
+    with pytest.raises(ConfigError, match="for each of 2 prefill replicas, is more than this machine's memory of 999"):
+        check_host_memory(apart, host_memory_bytes=999)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from servekit.protocol.handshake import Offer
 from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
+from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 from tests.support.scheduler import make_manager
@@ -124,7 +125,12 @@ class Fleet:
         self.supervisor = ReplicaSupervisor(config, self.replicas, self.registry, source)
         for replica, blocks in zip(self.replicas.all, num_blocks, strict=True):
             replica.executor = cast(Any, Executor())
-            core = Core(make_manager(num_blocks=blocks, scheduling_policy=config.scheduling_policy))
+            role, policy = replica.role, config.scheduling_policy
+            has_connector = role is not ReplicaRole.BOTH
+            manager = make_manager(
+                num_blocks=blocks, scheduling_policy=policy, has_kv_connector=has_connector, role=role
+            )
+            core = Core(manager)
             self.replicas.give_core(replica, cast(EngineCore, core))
         self.supervisor._make_core = lambda _: cast(EngineCore, Core(make_manager(num_blocks=64)))
         self.failures: list[ServekitError] = []  # that all clients got

@@ -21,7 +21,7 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
@@ -38,6 +38,8 @@ MAX_UNWRITTEN_BYTES = 2**28  # bytes that wait for the disk
 MAX_WORKERS = 64  # workers that share a folder
 NUM_READERS = 4  # threads; one waits for the disk while another computes a checksum
 UNUSED_S = 30 * 24 * 3600  # after which blocks of other models, of other settings and of other workers are deleted
+NUM_PREFETCHERS = 2  # threads, so that reads that a step waits for never wait for those ahead of need
+MAX_PREFETCHED_BYTES = 2**28  # bytes that were read and not used yet
 
 
 class DiskTier:
@@ -71,6 +73,9 @@ class DiskTier:
             ) from None
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # bounded by `_max_waiting`
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="kv-read")
+        self._prefetchers = ThreadPoolExecutor(NUM_PREFETCHERS, thread_name_prefix="kv-prefetch")
+        self._max_prefetched = max(1, MAX_PREFETCHED_BYTES // self._file_bytes)
+        self._prefetched: OrderedDict[bytes, Future[memoryview | None]] = OrderedDict()  # the oldest first
         threading.Thread(target=self._write_all, daemon=True, name="kv-write").start()
 
     def __contains__(self, key: bytes) -> bool:
@@ -108,14 +113,29 @@ class DiskTier:
             self._waiting[key] = block
         self._queue.put(key)
 
+    def prefetch(self, keys: list[bytes]) -> None:
+        """Begin to read blocks that will be needed soon. If these are too many, the oldest ones are dropped."""
+        for key in keys:
+            if key not in self._prefetched and key in self:
+                self._prefetched[key] = self._prefetchers.submit(self._read, key)
+        while len(self._prefetched) > self._max_prefetched:
+            self._prefetched.popitem(last=False)[1].cancel()
+
     def read(self, keys: list[bytes]) -> dict[bytes, memoryview]:
         """Return the blocks that are there and undamaged; the files of damaged ones are deleted."""
-        blocks = {key: block for key, block in zip(keys, self._readers.map(self._read, keys), strict=True) if block}
+        blocks = {
+            key: block for key, reading in [(key, self._begin(key)) for key in keys] if (block := reading.result())
+        }
         with self._lock:
             for key in blocks:
                 if key in self._keys:
                     self._keys.move_to_end(key)
         return blocks
+
+    def _begin(self, key: bytes) -> Future[memoryview | None]:
+        """Return the reading of a block, which may have begun long ago."""
+        reading = self._prefetched.pop(key, None)
+        return self._readers.submit(self._read, key) if reading is None or reading.cancel() else reading
 
     # -- files --------------------------------------------------------------------------------------------------------
 

@@ -28,18 +28,21 @@ BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take mem
 class KVConnector(Protocol):
     """Stores blocks of a worker outside its KV cache, and loads them again.
 
-    A connector that sends sequences to another worker would have the same two calls: a store would send a block, and
-    the receiving worker would announce the keys like those that a new worker finds on its disk.
+    `transfer_connector.py` has one that sends blocks to other workers. One that sends them to another machine would
+    have the same calls.
     """
 
     def transfer(self, plan: StepPlan) -> TransferReport:
         """Store and load what the plan says, at the beginning of its step. Never raises for a block that is lost."""
 
+    def send(self, plan: StepPlan, report: TransferReport) -> TransferReport:
+        """Send what the plan says to other workers, behind its step. `report` is what `transfer` returned."""
+
     def keys(self) -> list[bytes]:
         """The blocks that can be loaded, the last ones those that were used last."""
 
     def stop_writing(self) -> None:
-        """From now on, store nothing that exists longer than the worker.
+        """From now on, store nothing that others may load, or that exists longer than the worker.
 
         A LoRA adapter has failed. Rows that were computed without it have blocks under its name, and only this worker
         knows that the adapter is not served any more.
@@ -65,7 +68,7 @@ class OffloadingConnector:
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_writing = disk is not None
         self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
-        self._parts = _split(self._buffer, self._pages)
+        self._parts = split_rows(self._buffer, self._pages)
 
     def transfer(self, plan: StepPlan) -> TransferReport:
         """Store and load what the plan says. Blocks that are loaded from the disk are in memory from then on."""
@@ -76,6 +79,8 @@ class OffloadingConnector:
         num_from_disk, failed = self._load(plan.loads, dropped) if plan.loads else (0, [])
         disk = self._disk
         if disk is not None:
+            if plan.prefetches:
+                disk.prefetch([key for key in plan.prefetches if key not in self._rows])
             dropped += disk.take_dropped()
         reported, self._dropped = dropped[:MAX_DROPPED], dropped[MAX_DROPPED:]
         return TransferReport(
@@ -89,6 +94,10 @@ class OffloadingConnector:
             num_on_disk=0 if disk is None else len(disk),
             block_bytes=self._buffer.shape[1],
         )
+
+    def send(self, plan: StepPlan, report: TransferReport) -> TransferReport:
+        """Send nothing: it keeps blocks for this worker only."""
+        return report
 
     def keys(self) -> list[bytes]:
         """The blocks that can be loaded, the last ones those that were used last."""
@@ -174,7 +183,7 @@ class OffloadingConnector:
             pages.index_copy_(0, blocks, part.index_select(0, rows).to(self._device))
 
 
-def _split(buffer: Tensor, all_pages: list[Tensor]) -> list[Tensor]:
+def split_rows(buffer: Tensor, all_pages: list[Tensor]) -> list[Tensor]:
     """Return views of the buffer's columns, one for each layer's keys or values: [num_rows, *shape of a block]."""
     parts, first = [], 0
     for pages in all_pages:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ from workers.attention.selector import choose_attention
 from workers.batch import Batch, SlotTable, make_batch
 from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, held_bytes, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
+from workers.kv_cache.block_ring import LAYOUT_BYTES, BlockRing
 from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
+from workers.kv_cache.transfer_connector import TransferConnector
 from workers.layers.layer_tap import LayerTap
 from workers.loading.decoder_output import LastHiddenStates, computed_once, tap_layers
 from workers.loading.kv_scales import with_checkpoint_scales
@@ -261,6 +264,7 @@ class ModelRunner:
         launched_s = time.monotonic()
         plan, batch = self._prepare(plan)
         outputs = self._execute_within_memory(plan, batch)
+        transfers = self._send(plan)
         # Recorded for every step, also where no chunk samples: no step is reported before it is complete.
         end = DeviceEvent(self.loaded.device)
 
@@ -273,7 +277,6 @@ class ModelRunner:
         draft_s, prompt_s = (
             (0.0, 0.0) if speculator is None else (speculator.draft_time_s, speculator.draft_prompt_time_s)
         )
-        transfers = self._transfers
         num_reads, num_evictions = (0, 0) if self.loaded.lora is None else self.loaded.lora.take_counts()
 
         def finish() -> StepResult:
@@ -317,6 +320,14 @@ class ModelRunner:
         if self._speculator is not None:
             plan = self._speculator.resolve(plan)
         return plan, self._make_batch(plan)
+
+    def _send(self, plan: StepPlan) -> TransferReport | None:
+        """Send the blocks that are computed now to other workers. Returns all transfers of the step."""
+        if self.connector is None or self._transfers is None or not plan.sends:
+            return self._transfers
+        if self.loaded.lora is not None and self.loaded.lora.has_failed:  # perhaps in this step
+            self.connector.stop_writing()
+        return self.connector.send(plan, self._transfers)
 
     def _make_batch(self, plan: StepPlan) -> Batch:
         """Lay the step out flat, and bring the adapters that it needs into memory."""
@@ -623,19 +634,42 @@ def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
         raise ConfigError(f"{flag} is too much in addition to the KV cache: {describe_memory(on_cpu)}; lower it")
     disk = None
     if settings.kv_offload_dir:
-        # Blocks are the same where all of this is. A device or a kernel that rounds otherwise gives others.
-        parts = (
-            *(settings.fingerprint, loaded.info.quantization, settings.quantization_group_size, loaded.dtype),
-            *(settings.load_format, loaded.device.type, runner.attention.name, settings.kv_cache_dtype),
-            *(settings.block_size, loaded.info.max_model_len, [tuple(each.shape[1:]) for each in runner.cache.keys]),
-        )
         try:
             folder = Path(settings.kv_offload_dir).expanduser()
         except RuntimeError as error:
             raise ConfigError(f"--kv-offload-dir {settings.kv_offload_dir} cannot be used: {error}") from None
-        disk = DiskTier(folder, "\0".join(map(str, parts)), settings.kv_offload_disk_bytes, bytes_per_block)
+        disk = DiskTier(folder, _kv_layout(runner, settings), settings.kv_offload_disk_bytes, bytes_per_block)
     with allocation_refused_as(f"{memory:,} bytes for offloaded KV blocks", on_cpu, "lower --kv-offload-memory-bytes"):
         return OffloadingConnector(runner.cache, num_blocks, disk)
+
+
+def _kv_layout(runner: ModelRunner, settings: LoadModel) -> str:
+    """Return all that blocks depend on, as a text. A device or a kernel that rounds otherwise gives others."""
+    loaded = runner.loaded
+    parts = (
+        *(settings.fingerprint, loaded.info.quantization, settings.quantization_group_size, loaded.dtype),
+        *(settings.load_format, loaded.device.type, runner.attention.name, settings.kv_cache_dtype),
+        *(settings.block_size, loaded.info.max_model_len, [tuple(each.shape[1:]) for each in runner.cache.keys]),
+    )
+    return "\0".join(map(str, parts))
+
+
+def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: str) -> KVConnector:
+    """Return a connector between prefill and decode workers. Raises ConfigError if their memory is too small."""
+    rings = [
+        BlockRing(fd, block_bytes(runner.cache), bytes.fromhex(layout), is_writer=number == settings.kv_transfer_own)
+        for number, fd in enumerate(settings.kv_transfer_fds)
+    ]
+    own = None if settings.kv_transfer_own is None else rings[settings.kv_transfer_own]
+    if own is not None:
+        max_tokens = (own.num_blocks - own.max_append) * settings.block_size
+        if max_tokens < runner.loaded.info.max_model_len:
+            log.warning(
+                "the memory for handed-over KV blocks holds %d tokens: sequences that are longer stay on this prefill "
+                "replica; raise --kv-transfer-memory-bytes, or set --max-model-len",
+                max_tokens,
+            )
+    return TransferConnector(runner.cache, rings if own is None else [own], own)
 
 
 def _capture(runner: ModelRunner) -> None:
@@ -726,6 +760,10 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
     distance = runner.self_check()
     if settings.kv_offload_memory_bytes:
         runner.connector = _make_connector(runner, settings)
+    kv_layout = ""
+    if settings.kv_transfer_fds:
+        kv_layout = blake2b(_kv_layout(runner, settings).encode(), digest_size=LAYOUT_BYTES).hexdigest()
+        runner.connector = _make_transfer_connector(runner, settings, kv_layout)
     if settings.is_result_rank:
         runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s
@@ -756,5 +794,6 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
             loaded.weights.num_bytes,
             runner.cache.num_blocks * settings.block_size * runner.kv_bytes_per_token,
         ),
+        kv_layout=kv_layout,
     )
     return runner, ready

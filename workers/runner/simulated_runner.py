@@ -6,12 +6,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from msgspec.structs import replace
 
 from servekit.protocol.lora import AdapterLoaded, LoraAdapter
-from servekit.protocol.messages import BlocksListed, LoadModel, ModelInfo, StepPlan, StepResult, WorkerReady
+from servekit.protocol.messages import (
+    MAX_LISTED_KEYS,
+    BlocksListed,
+    LoadModel,
+    ModelInfo,
+    StepPlan,
+    StepResult,
+    TransferReport,
+    WorkerReady,
+)
 from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
 from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedConnector, SimulatedWorker
+from workers.kv_cache.block_ring import BlockRing
 from workers.runner.interface import Pending, done
 
 KV_TOKENS = 2**20  # tokens in the pool, if the settings give no number of blocks; a page is a list of numbers
@@ -42,8 +53,10 @@ class SimulatedRunner:
         return AdapterLoaded("" if Path(adapter.path).is_dir() else f"{adapter.path!r} is no directory")
 
     def list_blocks(self, start: int) -> BlocksListed:
-        """Return an empty list: a new simulated worker holds no blocks."""
-        return BlocksListed()
+        """Return the blocks that other workers have sent. A new simulated worker holds no others."""
+        connector = self._worker.connector
+        keys = connector.keys() if isinstance(connector, RingConnector) else []
+        return BlocksListed(tuple(keys[start : start + MAX_LISTED_KEYS]))
 
     def _drafts(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         """How many drafts are made for each slot, and how many of them are right."""
@@ -54,16 +67,66 @@ class SimulatedRunner:
         }
 
 
+class RingConnector:
+    """Hands simulated blocks over, through the memory that real workers use. Its transfers take no time."""
+
+    def __init__(self, rings: list[BlockRing], own: BlockRing | None) -> None:
+        self._rings = rings if own is None else [own]
+        self._own = own
+
+    def keys(self) -> list[bytes]:
+        """The blocks that can be loaded."""
+        return [key for ring in self._rings for key in ring.list_keys()]
+
+    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+        """Load what a plan says."""
+        dropped = [key for ring in self._rings for key in ring.refresh()]
+        failed = [index for index, (key, block) in enumerate(plan.loads) if not self._load(key, pages[block])]
+        return TransferReport(tuple(failed), tuple(dropped), num_received=len(plan.loads) - len(failed))
+
+    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+        """Send what a plan says, behind its step."""
+        ring = self._own
+        if ring is None or not plan.sends:
+            return report
+        dropped = list(report.dropped_keys)
+        for block, key in plan.sends:
+            (row,) = ring.next_rows(1)
+            ring.rows[row].view(np.int64)[:] = pages[block]
+            ring.append([key])
+            dropped += ring.refresh()
+        return replace(report, dropped_keys=tuple(dropped), num_sent=len(plan.sends), block_bytes=ring.rows.shape[1])
+
+    def damage(self, number: int) -> None:
+        """Do nothing: blocks are damaged in simulations only."""
+
+    def _load(self, key: bytes, page: list[int]) -> bool:
+        ring = next((ring for ring in self._rings if key in ring), None)
+        if ring is None:
+            return False
+        blocks, is_right = ring.read([key])
+        page[:] = blocks[0].view(np.int64).tolist()
+        return bool(is_right[0])
+
+
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[SimulatedRunner, WorkerReady]:
     """Return a runner after the time that loading would take. Raises ConfigError for a malformed model path."""
     model = parse_simulated(settings.model_path)
     report_stage("pretending to load weights")
     time.sleep(model.load_s)
     num_blocks = settings.num_kv_blocks or -(-KV_TOKENS // settings.block_size)
-    connector = None
+    connector: SimulatedConnector | RingConnector | None = None
     if settings.kv_offload_memory_bytes:  # only in memory, and its transfers take no time
         bytes_per_block = KV_BYTES_PER_TOKEN * settings.block_size
         connector = SimulatedConnector(max(1, settings.kv_offload_memory_bytes // bytes_per_block))
+    if settings.kv_transfer_fds:
+        own, bytes_per_block = settings.kv_transfer_own, KV_BYTES_PER_TOKEN * settings.block_size
+        layout = b"simulated blocks"
+        rings = [
+            BlockRing(fd, bytes_per_block, layout, is_writer=number == own)
+            for number, fd in enumerate(settings.kv_transfer_fds)
+        ]
+        connector = RingConnector(rings, None if own is None else rings[own])
     worker = SimulatedWorker(
         num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s, connector
     )

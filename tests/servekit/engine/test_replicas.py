@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from servekit.protocol.messages import StepResult
 from servekit.routing.router import Router
 from servekit.routing.service_exchange import ServiceExchange
-from servekit.scheduler.commands import Finish, Plan
+from servekit.scheduler.commands import Commit, Finish, Plan
 from servekit.scheduler.sequence import FinishReason
 from tests.support.replicas import Fleet
 
@@ -187,3 +188,46 @@ def test_an_end_reaches_a_sequence_wherever_it_is() -> None:
         fleet.add()
     fleet.replicas.finish([Finish(each, FinishReason.ABORT) for each in range(4)])
     assert fleet.ids() == [[], []]
+
+
+def compute_first_tokens(fleet: Fleet, index: int) -> None:
+    """Execute all steps of a replica that compute prompts."""
+    manager = fleet.replicas.all[index].core.manager
+    while any(not manager.find(each).num_output_tokens for each in manager.sequence_ids):  # type: ignore[union-attr]
+        plan = fleet.replicas.all[index].core.apply(Plan(0.0))
+        assert plan is not None
+        num_sampled = sum(chunk.samples for chunk in plan.chunks)
+        fleet.replicas.all[index].core.apply(Commit(StepResult(plan.epoch, plan.step_id, (7,) * num_sampled, 0.0), 0.0))
+
+
+async def test_prompts_go_to_prefill_replicas_and_sequences_with_tokens_to_decode_replicas() -> None:
+    fleet = Fleet(64, 64, 64, prefill_replicas=1)
+    prefill, first, second = fleet.replicas.all
+    chosen = [fleet.add(length=21, max_tokens=9, n=2).index for _ in range(3)]
+    assert chosen == [0, 0, 0] and fleet.replicas.taking_cores == [prefill.core]
+    fleet.supervisor.hand_over(prefill.core)
+    assert fleet.ids()[1:] == [[], []], "no sequence has a token"
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(prefill.core)
+    assert fleet.ids()[0] == [] and fleet.all_ids() == list(range(6)) and fleet.replicas.num_handed_over == 6
+    assert {tuple(each) for each in fleet.ids()[1:]} == {(0, 1, 4, 5), (2, 3)}, "answers to one prompt stay together"
+    for replica in (first, second):
+        assert replica.core.manager.kv_connector.num_keys >= 21 // prefill.core.manager.config.block_size
+        for sequence_id in replica.core.manager.sequence_ids:
+            assert fleet.registry.output(sequence_id).sequence is replica.core.manager.find(sequence_id)  # type: ignore[union-attr]
+    await fleet.supervisor.stop(graceful=False)
+
+
+async def test_without_replicas_of_one_kind_the_other_kind_does_everything() -> None:
+    fleet = Fleet(64, 64, prefill_replicas=1)
+    fleet.add()
+    await fleet.lose(0)
+    assert fleet.ids() == [[], [0]] and fleet.add().index == 1
+    await fleet.replace(0)
+    assert fleet.add().index == 0
+    await fleet.lose(1, is_idle=True)
+    assert fleet.ids() == [[0, 1, 2], []]
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(fleet.replicas.all[0].core)
+    assert fleet.ids() == [[0, 1, 2], []], "no decode replica takes sequences"
+    await fleet.supervisor.stop(graceful=False)

@@ -469,6 +469,19 @@ def test_offloaded_blocks_are_counted_by_tier_and_only_where_there_are_any() -> 
     assert values["kv_offload_bytes", "memory"] == 600 and values["kv_offload_bytes", "disk"] == 700
 
 
+def test_handed_over_blocks_are_counted_only_where_prefill_and_decode_are_apart() -> None:
+    metrics = make_metrics()
+    assert not any(name.startswith("kv_transfer") for name, *_ in samples(metrics))
+    transfers = metrics.transfers(0)
+    transfers.step_done(StepResult(0, 0, (), 0.1), 0, 0.1, 16.0)
+    report = TransferReport((1,), (), num_sent=5, num_received=3, block_bytes=100)
+    for _ in range(2):
+        transfers.step_done(StepResult(0, 0, (), 0.1, transfers=report), 0, 0.1, 16.0)
+    values = samples(metrics)
+    assert values["kv_transfer_sent_blocks_total",] == 10 and values["kv_transfer_loaded_blocks_total",] == 6
+    assert values["kv_transfer_failed_loads_total",] == 2
+
+
 def test_several_answers_of_an_adapter_count_their_prompt_once() -> None:
     metrics, adapter = make_metrics(), LoraAdapter(1, "/path", name="sql")
     leader = make_sequence(prompt_length=5)

@@ -63,6 +63,22 @@ def test_a_prompt_whose_blocks_were_reused_is_loaded_and_not_computed() -> None:
     assert service.manager.num_cached_tokens == 16
 
 
+def test_blocks_of_a_waiting_sequence_are_read_ahead_of_need_and_no_decision_changes() -> None:
+    service = Service(prefetches_blocks=True)
+    service.serve(FIRST)
+    service.serve(SECOND)
+    service.add(make_prompt(3, 17))
+    plans = [service.plan()]
+    again = service.add(FIRST)  # there is no block for it
+    while not again.kv.table:
+        service.manager.commit(service.worker.execute(plans[-1]), 0.0)
+        plans.append(service.plan())
+    assert [plan.prefetches for plan in plans[1:]] == [tuple(again.kv.hashes[:4]), *[()] * (len(plans) - 2)]
+    assert [len(plan.loads) for plan in plans] == [0] * (len(plans) - 1) + [4] and len(plans) > 2
+    service.manager.kv_connector.prefetch([bytes(16)] * 10_000)
+    assert len(service.manager.kv_connector.take_prefetches()) == 1024, "what a plan has is bounded"
+
+
 def test_each_block_is_stored_before_the_step_writes_to_it_and_only_once() -> None:
     service = Service()
     service.serve(FIRST)

@@ -108,7 +108,9 @@ def with_offloading(scenario: Scenario, seed: int) -> Scenario:
     ]
     return msgspec.structs.replace(
         scenario,
-        scheduler=msgspec.structs.replace(scenario.scheduler, enable_prefix_caching=True, has_kv_connector=True),
+        scheduler=msgspec.structs.replace(
+            scenario.scheduler, enable_prefix_caching=True, has_kv_connector=True, prefetches_blocks=True
+        ),
         faults=(*scenario.faults, *damages),
         num_offloaded_blocks=rng.choice([1, 4, 16, 16, 1000, 1000]),
         is_connector_durable=rng.random() < 0.5,
@@ -184,6 +186,25 @@ def make_replicated_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
     )
 
 
+def make_hand_over_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
+    """A scenario of `make_replicated_scenario` with prefill and decode replicas. Sent blocks are often overwritten."""
+    scenario = make_replicated_scenario(seed, num_arrivals)
+    rng = random.Random(f"hand over {seed}")
+    scenario = with_conversations(scenario, rng)
+    end_s = scenario.arrivals[-1].at_s * 1.2
+    damages = [
+        Fault(at_s=rng.uniform(0, end_s), kind="damage", target=rng.randrange(num_arrivals))
+        for _ in range(rng.choice([0, 0, 10]))
+    ]
+    return msgspec.structs.replace(
+        scenario,
+        scheduler=msgspec.structs.replace(scenario.scheduler, enable_prefix_caching=True, has_kv_connector=False),
+        faults=(*scenario.faults, *damages),
+        num_prefill_replicas=rng.randrange(1, scenario.num_replicas),
+        num_transfer_blocks=rng.choice([1, 4, 16, 64, 1000]),
+    )
+
+
 def failure(scenario: Scenario) -> Exception | None:
     """What goes wrong when a scenario is played; None if nothing does."""
     try:
@@ -215,7 +236,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, arrivals=kept)
     for faults in _without_parts(scenario.faults):
         yield replace(scenario, faults=faults)
-    for num_replicas in range(1, scenario.num_replicas):
+    for num_replicas in range(scenario.num_prefill_replicas + 1, scenario.num_replicas):
         yield replace(scenario, num_replicas=num_replicas)
     if scenario.has_eager_drafts:
         yield replace(scenario, has_eager_drafts=False)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from benchmarks import routing
 from servekit.routing.router import Router
+from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.fleet import Conversation, Fleet, FleetSimulation, Outage, Turn
 from servekit.simulation.model import SimulatedModel
 
@@ -75,3 +76,32 @@ def test_requests_of_one_moment_are_spread_by_every_policy_that_sees_the_load() 
         simulation = FleetSimulation(fleet, policy(routing.BLOCK_SIZE))
         simulation.run()
         assert {routing.share_of(replica_id, simulation.records, 0.0, 2.0) for replica_id in range(4)} == {0.25}
+
+
+class PromptRouter(Router):
+    """Sends prompts to the first replica only, which is for prefill."""
+
+    def add_replica(self, replica_id: int, manager: WorkloadManager) -> None:
+        if replica_id == 0:
+            super().add_replica(replica_id, manager)
+
+
+def test_with_prefill_and_decode_apart_long_prompts_do_not_hold_up_streams() -> None:
+    """Without it, a step of a long prompt takes ten times as long as one of decodes. Transfers take time, too."""
+    fleet = routing.make_fleet(2, 0.1, 6.0, SEED)
+    long = [Conversation(0.5 * number, "", (Turn((number,) * 4000, 2),)) for number in range(1, 12)]
+    fleet = replace(fleet, conversations=(*fleet.conversations, *long))
+    apart = replace(fleet, num_prefill_replicas=1, transfer_s=1e-6)
+    together, handed_over = (
+        FleetSimulation(fleet, Router(routing.BLOCK_SIZE)),
+        FleetSimulation(apart, PromptRouter(routing.BLOCK_SIZE)),
+    )
+    together.run()
+    handed_over.run()
+    num_turns = sum(len(conversation.turns) for conversation in fleet.conversations)
+    assert len(handed_over.records) == num_turns and handed_over.num_handed_over >= num_turns - 5
+    longest_s = [max(max(each.gaps_s, default=0.0) for each in run.records) for run in (together, handed_over)]
+    assert longest_s[1] < 0.5 * longest_s[0], longest_s
+    for replica in handed_over._replicas.values():
+        assert not replica.manager.has_work
+        replica.manager.check()

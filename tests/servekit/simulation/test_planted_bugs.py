@@ -584,8 +584,8 @@ def stored_too_late(patch: Patch) -> None:
     """A block is stored by the step behind the one that writes to it."""
 
     def take_transfers(self: KVConnector) -> Any:
-        late, (self.late, loads) = getattr(self, "late", ()), original(self)  # type: ignore[attr-defined]
-        return late, loads
+        late, (self.late, *others) = getattr(self, "late", ()), original(self)  # type: ignore[attr-defined]
+        return late, *others
 
     original = KVConnector.take_transfers
     patch(KVConnector, "take_transfers", take_transfers)

@@ -54,6 +54,29 @@ def test_a_block_is_read_while_it_waits_for_the_disk_and_after_it_was_written(tm
     assert tier.read(KEYS[:2]) == {KEYS[0]: BLOCKS[KEYS[0]]} and len(tier) == 1
 
 
+def test_a_block_that_was_read_ahead_of_need_is_not_read_again(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS[:3])
+    tier.prefetch([KEYS[0], KEYS[1], KEYS[7]])
+    tier.prefetch([KEYS[0]])
+    assert list(tier._prefetched) == KEYS[:2], "one of them is not there"
+    for reading in tier._prefetched.values():
+        reading.result()
+    for key in KEYS[:3]:
+        file_of(tmp_path, key).unlink()
+    assert tier.read(KEYS[:3]) == {key: BLOCKS[key] for key in KEYS[:2]}
+    assert not tier._prefetched and tier.read([KEYS[0]]) == {}, "it is kept until it is used"
+
+
+def test_what_was_read_ahead_of_need_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_BYTES", 500)
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS)
+    tier.prefetch(KEYS)
+    assert list(tier._prefetched) == KEYS[-3:]
+    assert tier.read(KEYS) == BLOCKS
+
+
 # It runs in a process of its own, because the folder stays locked as long as its worker's process.
 WRITER = """
 import sys, time

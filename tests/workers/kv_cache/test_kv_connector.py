@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import StepPlan
@@ -127,6 +128,23 @@ def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     report = connector.transfer(plan(loads=((2, 3), (1, 4))))
     assert report.failed_loads == (0,) and report.num_loaded_from_memory == 1
+
+
+def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tmp_path: Path) -> None:
+    cache = make_cache()
+    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
+    connector = OffloadingConnector(cache, 1, disk)
+    before = contents(cache, 1)
+    connector.transfer(plan(stores=((1, 1),)))
+    connector.transfer(plan(stores=((2, 2),)))
+    until_written(disk, KEYS[1], KEYS[2])
+    connector.transfer(replace(plan(), prefetches=(KEYS[1], KEYS[2], KEYS[3])))
+    assert list(disk._prefetched) == [KEYS[1]]
+    disk._prefetched[KEYS[1]].result()
+    (path,) = tmp_path.glob(f"*/0/{KEYS[1].hex()}.block")
+    path.unlink()
+    assert connector.transfer(plan(loads=((1, 5),))).num_loaded_from_disk == 1
+    assert are_equal(contents(cache, 5), before)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

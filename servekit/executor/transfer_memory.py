@@ -1,0 +1,94 @@
+"""Hold the memory through which prefill workers hand KV blocks over to decode workers.
+
+It is the server's, because it has to outlive workers: a worker that is started again finds what the lost one has sent.
+It consists of open files without names, so nothing is left behind when the server is killed.
+"""
+
+from __future__ import annotations
+
+import os
+
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.errors import ConfigError
+from servekit.protocol.messages import LoadModel
+from servekit.scheduler.kv_connector import ReplicaRole
+
+
+def replica_role(config: ServeConfig, index: int) -> ReplicaRole:
+    """Return the role of a replica: the first ones are for prefill."""
+    if not config.prefill_replicas:
+        return ReplicaRole.BOTH
+    return ReplicaRole.PREFILL if index < config.prefill_replicas else ReplicaRole.DECODE
+
+
+class TransferMemory:
+    """One open file for each prefill replica; none if prefill and decode are not apart."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Reserve the memory. It is taken page by page when blocks are written.
+
+        Raises ConfigError for settings with which nothing can be handed over, or if the kernel gives no memory.
+        """
+        self._fds: tuple[int, ...] = ()
+        if not config.prefill_replicas:
+            return
+        _check(config)
+        fds: list[int] = []
+        try:
+            for index in range(config.prefill_replicas):
+                fds.append(os.memfd_create(f"servekit-kv-{index}"))  # not inherited, but by workers
+                os.ftruncate(fds[-1], config.kv_transfer_memory_bytes)
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            raise ConfigError(
+                f"kv_transfer_memory_bytes = {config.kv_transfer_memory_bytes} (--kv-transfer-memory-bytes) for each "
+                f"of {config.prefill_replicas} prefill replicas cannot be reserved: {error}; lower it"
+            ) from None
+        self._fds = tuple(fds)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The open files that every worker inherits."""
+        return self._fds
+
+    def apply(self, load: LoadModel, index: int, role: ReplicaRole) -> LoadModel:
+        """Return the message that loads the model in the worker of a replica."""
+        own = index if role is ReplicaRole.PREFILL else None
+        return replace(load, kv_transfer_fds=self._fds, kv_transfer_own=own) if self._fds else load
+
+    def close(self) -> None:
+        """Give the memory back, when no worker will be started any more."""
+        fds, self._fds = self._fds, ()
+        for fd in fds:
+            os.close(fd)
+
+
+def _check(config: ServeConfig) -> None:
+    """Raise ConfigError for settings with which nothing can be handed over."""
+    what = f"prefill_replicas = {config.prefill_replicas} (--prefill-replicas)"
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.lets_workers_join:
+        raise ConfigError(
+            f"{what} is for workers that the server starts itself on this machine; leave out --listen-workers and "
+            "--placement"
+        )
+    if num_ranks > 1:
+        raise ConfigError(
+            f"{what} works with one process for each replica: leave out --tensor-parallel-size and "
+            "--pipeline-parallel-size"
+        )
+    if not config.enable_prefix_caching:
+        raise ConfigError(
+            f"{what} needs the prefix cache, in which blocks are found; leave out --no-enable-prefix-caching"
+        )
+    if config.kv_offload_memory_bytes is not None:
+        raise ConfigError(f"{what} does not work together with --kv-offload-memory-bytes yet; leave one of them out")
+    num_replicas = len(config.devices.split(",")) if config.devices else config.data_parallel_size or 1
+    if config.prefill_replicas is not None and config.prefill_replicas >= num_replicas:
+        raise ConfigError(
+            f"{what} leaves no replica for decode: there are {num_replicas}; raise --data-parallel-size, or name more "
+            "--devices"
+        )

@@ -1,0 +1,78 @@
+"""Choose the sequences that a prefill replica hands over, and the decode replica that goes on with each.
+
+A sequence is handed over when it has its first token. If no decode replica has room for it, the prefill replica goes on
+with it, and it is looked at again after each step. So a shortage at one place makes steps slower, and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from servekit.scheduler.sequence import Sequence
+from servekit.scheduler.workload_manager import WorkloadManager
+
+# Blocks that a decode replica computes again, beside the last one, which is never full. Those that were computed in
+# steps in flight are not sent yet. With more, prompts would be computed where only decodes should be.
+MAX_RECOMPUTED_BLOCKS = 2
+
+
+class HandOver(Struct, frozen=True):
+    """A sequence that should move to a decode replica."""
+
+    sequence_id: int
+    target_id: int
+    keys: tuple[bytes, ...]  # of its blocks that can be loaded there
+
+
+def find_hand_overs(source: WorkloadManager, targets: Mapping[int, WorkloadManager]) -> Iterator[HandOver]:
+    """Choose the sequences that go on elsewhere, and where. `targets` are the decode replicas that take sequences.
+
+    The caller carries out each one before it asks for the next one.
+    """
+    if not targets or source.quarantine:
+        return
+    for sequence in source.past_prompt:
+        keys = sequence.kv.hashes[: source.kv_connector.num_sent(sequence.kv.hashes)]
+        num_full = (sequence.num_tokens - 1) // source.config.block_size
+        if num_full - len(keys) > MAX_RECOMPUTED_BLOCKS:
+            continue  # what it has sent was overwritten: it is cheaper to go on here
+        fitting = {
+            target_id: manager
+            for target_id, manager in targets.items()
+            if sequence.max_length <= manager.config.max_total_tokens
+        }
+        target_id = _choose(sequence, fitting)
+        if target_id is not None:
+            yield HandOver(sequence.sequence_id, target_id, tuple(keys))
+        elif fitting:
+            return  # the order is strict, as of admissions; and this is asked after each step
+
+
+def _choose(sequence: Sequence, targets: Mapping[int, WorkloadManager]) -> int | None:
+    """Return the least loaded replica that has room for a sequence; None if there is none.
+
+    The replica of its leader comes first: forks share the blocks of the prompt.
+    """
+    leader = sequence.leader
+    loads = {
+        target_id: (
+            leader is None or manager.find(leader.sequence_id) is None,
+            (manager.num_running + manager.num_waiting) / manager.config.max_num_seqs,
+            -manager.kv_cache.pool.num_available,
+        )
+        for target_id, manager in targets.items()
+        if _has_room(manager, sequence)
+    }
+    return min(loads, key=loads.__getitem__) if loads else None
+
+
+def _has_room(manager: WorkloadManager, sequence: Sequence) -> bool:
+    """Whether a sequence will probably start at once: there is a slot, and blocks up to its predicted end."""
+    if not manager.has_work:
+        return True
+    if manager.num_running + manager.num_waiting >= manager.config.max_num_seqs:
+        return False
+    num_blocks = manager.kv_cache.num_blocks_at_end(sequence, 0)
+    return num_blocks <= manager.kv_cache.pool.num_available - manager.num_waiting_blocks

@@ -1,0 +1,125 @@
+"""Prefill and decode apart, over HTTP: answers are those of one replica, also when workers are killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.simulation.worker import NaiveReference
+from tests.support.lora_adapters import make_adapter
+from tests.support.server_process import ONE_THREAD, ServerProcess, serving
+
+APART = ("--data-parallel-size", "2", "--prefill-replicas", "1")
+LONG = " ".join(f"boat {number} of boats" for number in range(40))
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": LONG, **GREEDY},
+    {"prompt": f"{LONG} Once", **SEEDED},
+    {"prompt": LONG, **SEEDED, "n": 3},
+    {"prompt": f"{LONG} What color is the sky?", **SEEDED, "n": 2, "repetition_penalty": 1.2, "top_p": 0.9},
+    {"prompt": "Hi", **GREEDY},
+    {"prompt": LONG, **GREEDY, "model": "adapter"},
+    {"prompt": f"{LONG} Tom has a blue hat.", **GREEDY, "stop": ["e", "o"], "ignore_eos": False},
+    {"prompt": f"Name: {LONG}", **GREEDY, "guided_regex": "[a-f]{9}x{5,30}", "ignore_eos": False},
+    {"prompt": LONG, **GREEDY, "logprobs": 2},
+    {"prompt": f"Twice {LONG}", **GREEDY, "prompt_logprobs": 1},
+    {"prompt": LONG, **GREEDY, "max_tokens": 1},
+]
+
+
+def choices(server: ServerProcess, body: dict[str, Any]) -> list[tuple[list[int], str]]:
+    """The tokens of each answer, and why it ended."""
+    response = server.client.post("/v1/completions", json={"model": "demo", "return_token_ids": True, **body})
+    assert response.status_code == 200, response.text
+    found = response.json()["choices"]
+    return [(each["token_ids"], each["finish_reason"]) for each in found]
+
+
+def all_choices(server: ServerProcess) -> list[list[tuple[list[int], str]]]:
+    with ThreadPoolExecutor(len(REQUESTS)) as threads:
+        return list(threads.map(lambda body: choices(server, body), REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Of a server of the demo model with an adapter."""
+    folder = tmp_path_factory.mktemp("adapter")
+    make_adapter(folder / "adapter", AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH), 3)
+    return "--model", "demo", "--dtype", "float32", "--lora", f"adapter={folder / 'adapter'}"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]) -> list[list[tuple[list[int], str]]]:
+    """The answers of a server with one replica."""
+    with serving(*flags, log=tmp_path_factory.mktemp("one") / "log", environment=ONE_THREAD) as server:
+        return all_choices(server)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("apart") / "log"
+    with serving(*flags, *APART, log=log, environment=ONE_THREAD) as server:
+        yield server
+
+
+def test_answers_are_those_of_one_replica(apart: ServerProcess, expected: list[list[tuple[list[int], str]]]) -> None:
+    assert all_choices(apart) == expected
+    assert apart.metric("servekit_kv_transfer_loaded_blocks_total") > 20
+    assert apart.metric("servekit_kv_transfer_failed_loads_total") == 0
+    prefill, decode = apart.client.get("/info").json()["replicas"]
+    assert (prefill["role"], decode["role"]) == ("prefill", "decode")
+    assert prefill["kv_connector"]["num_sent_blocks"] > 20 and decode["kv_connector"]["num_loaded_blocks"] > 20
+    assert all_choices(apart) == expected, "also when the prompts are in the prefix caches"
+
+
+def test_streams_are_those_of_one_replica(apart: ServerProcess, expected: list[list[tuple[list[int], str]]]) -> None:
+    streamed = apart.stream(LONG, **GREEDY)
+    assert [each["token"]["id"] for each in streamed if each["token"]] == expected[0][0][0]
+
+
+def test_killed_workers_lose_nothing(apart: ServerProcess, expected: list[list[tuple[list[int], str]]]) -> None:
+    """First the prefill worker and then the decode worker, in the middle of answers. The other one does everything."""
+    for number in range(2):
+        apart.wait_for_metric("servekit_workers_alive", 2)
+        pid = int(apart.client.get("/info").json()["replicas"][number]["worker"].removeprefix("process "))
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(all_choices, apart)
+            time.sleep(0.3)
+            os.kill(pid, signal.SIGKILL)
+            assert answers.result() == expected
+    apart.wait_for_metric("servekit_workers_alive", 2)
+    assert all_choices(apart) == expected
+    apart.wait_until_at_rest()
+    assert apart.metric("servekit_accounting_faults_total") == 0
+    assert apart.metric("servekit_worker_restarts_total") == 2
+
+
+def test_simulated_models_hand_over_and_their_journals_are_replayed(tmp_path: Path) -> None:
+    """With a memory for so few blocks that most are overwritten."""
+    journal = tmp_path / "journal"
+    settings = ("--data-parallel-size", "3", "--prefill-replicas", "2", "--kv-transfer-memory-bytes", str(2**15))
+    prompts = [f"{number % 8} {'word ' * (5 * number)}" for number in range(40)]
+    with serving("sim:step=1ms", *settings, "--journal", str(journal), log=tmp_path / "log") as server:
+        with ThreadPoolExecutor(16) as threads:
+            found = threads.map(lambda prompt: server.generate(prompt, max_tokens=30)["generated_text"], prompts)
+            for prompt, answer in zip(prompts, found, strict=True):
+                assert answer == bytes(NaiveReference().output(prompt.encode(), SamplingParams(max_tokens=30))).decode()
+        assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+    replay = subprocess.run([sys.executable, "-m", "servekit", "replay", str(journal)], capture_output=True, text=True)
+    assert replay.returncode == 0, replay.stdout
+    assert replay.stdout.count("every decision is the same") == 3

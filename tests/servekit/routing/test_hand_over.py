@@ -1,0 +1,125 @@
+"""Claims about hand-overs: to the decode replica with the least load that has room, with what can be loaded there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from servekit.protocol.sampling_params import SamplingParams
+from servekit.routing.hand_over import HandOver, find_hand_overs
+from servekit.scheduler.commands import AddSequence
+from servekit.scheduler.kv_connector import ReplicaRole
+from servekit.scheduler.workload_manager import WorkloadManager
+from servekit.simulation.kv_transfer import SimulatedRing, SimulatedSender
+from servekit.simulation.worker import SimulatedWorker
+from tests.support.scheduler import add_prompt, make_manager, make_prompt
+
+BLOCK_SIZE = 4
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+class Prefill:
+    """A prefill replica whose worker sends to a ring."""
+
+    def __init__(self, num_ring_blocks: int = 100, **changes: Any) -> None:
+        self.manager = make_manager(has_kv_connector=True, role=ReplicaRole.PREFILL, **changes)
+        config = self.manager.config
+        connector = SimulatedSender(SimulatedRing(num_ring_blocks))
+        self.worker = SimulatedWorker(
+            config.num_blocks, config.block_size, config.max_num_batched_tokens, connector=connector
+        )
+
+    def step(self) -> None:
+        plan = self.manager.plan(0.0)
+        assert plan is not None
+        self.manager.commit(self.worker.execute(plan), 0.0)
+
+    def add(self, sequence_id: int, length: int = 17, **fields: Any) -> None:
+        add_prompt(self.manager, sequence_id, make_prompt(sequence_id, length), LONG, **fields)
+
+
+def make_decode(num_sequences: int = 0, **changes: Any) -> WorkloadManager:
+    manager = make_manager(has_kv_connector=True, role=ReplicaRole.DECODE, **changes)
+    for number in range(num_sequences):
+        add_prompt(manager, 100 + number, make_prompt(number, 5), SamplingParams(max_tokens=4))
+    return manager
+
+
+def choose(prefill: Prefill, *targets: WorkloadManager) -> list[HandOver]:
+    return list(find_hand_overs(prefill.manager, dict(enumerate(targets))))
+
+
+def test_a_sequence_is_handed_over_when_it_has_its_first_token_and_not_before() -> None:
+    prefill = Prefill(max_num_batched_tokens=10)
+    prefill.add(0)
+    prefill.step()
+    assert choose(prefill, make_decode()) == []
+    prefill.step()
+    (hand_over,) = choose(prefill, make_decode())
+    assert hand_over.sequence_id == 0 and len(hand_over.keys) == 17 // BLOCK_SIZE
+
+
+def test_the_least_loaded_replica_is_chosen() -> None:
+    prefill = Prefill()
+    prefill.add(0)
+    prefill.step()
+    assert [each.target_id for each in choose(prefill, make_decode(3), make_decode(1), make_decode(2))] == [1]
+
+
+def test_without_room_anywhere_or_without_decode_replicas_it_stays() -> None:
+    prefill = Prefill()
+    prefill.add(0)
+    prefill.step()
+    assert choose(prefill) == []
+    assert choose(prefill, make_decode(2, max_num_seqs=2)) == [], "there is no slot"
+    assert choose(prefill, make_decode(1, num_blocks=15)) == [], "there are not enough blocks up to its end"
+    assert choose(prefill, make_decode(0, num_blocks=10)) == [], "it could not even run alone"
+    assert len(choose(prefill, make_decode(0, num_blocks=15))) == 1
+
+
+def test_sequences_are_handed_over_in_order_but_one_that_fits_nowhere_holds_up_no_other() -> None:
+    prefill = Prefill(num_blocks=100, max_num_batched_tokens=100)
+    add_prompt(prefill.manager, 0, make_prompt(0, 17), SamplingParams(max_tokens=200, ignore_eos=True))
+    prefill.add(1, length=30)
+    prefill.add(2, length=5)
+    prefill.step()
+    small, full = make_decode(num_blocks=20), make_decode(1, num_blocks=14)
+    assert [each.sequence_id for each in choose(prefill, small)] == [1, 2], "the first one is too long for it"
+    assert choose(prefill, make_decode(1, num_blocks=19), full) == [], "there is no room for the second one"
+
+
+def test_a_sequence_whose_blocks_were_overwritten_stays() -> None:
+    prefill = Prefill(num_ring_blocks=3)
+    prefill.add(0, length=33)
+    prefill.step()
+    prefill.step()
+    assert choose(prefill, make_decode()) == []
+
+
+def test_a_fork_follows_its_leader_although_others_have_less_to_do() -> None:
+    prefill, busy, idle = Prefill(), make_decode(3), make_decode()
+    prefill.add(0)
+    prefill.manager.apply(
+        AddSequence(sequence_id=1, prompt_token_ids=make_prompt(0, 17), sampling=LONG, leader_id=0, arrival_s=0.0)
+    )
+    prefill.step()
+    (command,) = prefill.manager.withdraw((0,), is_hand_over=True)
+    busy.apply(command)
+    prefill.step()
+    assert [each.target_id for each in choose(prefill, idle, busy)] == [1]
+
+
+def test_what_others_can_load_already_is_not_sent_again() -> None:
+    prefill = Prefill()
+    prefill.add(0)
+    prefill.step()
+    prefill.manager.withdraw((0,), is_hand_over=True)
+    sent = prefill.manager.kv_connector.num_sent_blocks
+    add_prompt(prefill.manager, 1, make_prompt(0, 17), LONG)
+    prefill.step()
+    (hand_over,) = choose(prefill, make_decode())
+    assert len(hand_over.keys) == 4 and prefill.manager.kv_connector.num_sent_blocks == sent
+    prefill.manager.kv_connector.forget(hand_over.keys)
+    prefill.manager.withdraw((1,), is_hand_over=True)
+    add_prompt(prefill.manager, 2, make_prompt(0, 17), LONG)
+    prefill.step()
+    assert prefill.manager.kv_connector.num_sent_blocks == sent + 4, "what was overwritten is sent once more"

@@ -1,0 +1,123 @@
+"""Claims about the memory in which blocks are handed over: they come back as they were, or are found to be wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from servekit.errors import ConfigError
+from workers.kv_cache.block_ring import BlockRing
+
+BLOCK_BYTES, LAYOUT = 100, b"a layout, 16 byt"
+KEYS = [bytes([number]) * 16 for number in range(1, 100)]
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    """Memory for 55 blocks."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 64 + 4096 + 55 * 128)
+    yield fd
+    os.close(fd)
+
+
+def append(ring: BlockRing, *numbers: int) -> None:
+    for row, number in zip(ring.next_rows(len(numbers)), numbers, strict=True):
+        ring.rows[row] = number
+    ring.append([KEYS[number] for number in numbers])
+    ring.refresh()
+
+
+def test_what_one_process_appends_another_one_reads(fd: int) -> None:
+    writer, reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), BlockRing(os.dup(fd), BLOCK_BYTES, LAYOUT)
+    append(writer, 1, 2, 3)
+    assert KEYS[2] not in reader, "it has not looked yet"
+    assert reader.refresh() == [] and reader.list_keys() == KEYS[1:4]
+    blocks, is_right = reader.read([KEYS[3], KEYS[1]])
+    assert is_right.all() and (blocks[0] == 3).all() and (blocks[1] == 1).all()
+    with pytest.raises(ValueError, match="read-only"):
+        reader.rows[0] = 7
+
+
+def test_the_oldest_blocks_are_overwritten_and_known_to_be_lost_before_that(fd: int) -> None:
+    writer, reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), BlockRing(fd, BLOCK_BYTES, LAYOUT)
+    dropped = []
+    for number in range(90):
+        append(writer, number)
+        dropped += reader.refresh()
+        assert len(reader) <= reader.num_blocks - reader.max_append
+        blocks, is_right = reader.read(reader.list_keys())
+        assert is_right.all() and [block[0] for block in blocks] == list(range(number + 1))[-len(blocks) :]
+    assert dropped == KEYS[: len(dropped)] and len(dropped) + len(reader) == 90
+
+
+def test_a_block_that_is_appended_once_more_is_not_lost(fd: int) -> None:
+    writer = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True)
+    append(writer, 0)
+    for number in range(1, 30):
+        append(writer, number)
+    append(writer, 0)
+    for number in range(30, 55):
+        append(writer, number)
+    assert KEYS[0] in writer and KEYS[1] not in writer
+
+
+def test_a_block_that_changes_while_it_is_read_is_found_to_be_wrong(fd: int) -> None:
+    writer, reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), BlockRing(fd, BLOCK_BYTES, LAYOUT)
+    append(writer, 1, 2, 3)
+    reader.refresh()
+    writer.rows[1, 60] += 1  # half of another block
+    assert reader.read(KEYS[1:4])[1].tolist() == [True, False, True]
+    writer._keys[2] = 9  # the next one has been written, and its number has not
+    assert reader.read(KEYS[1:4])[1].tolist() == [True, False, False]
+
+
+def test_a_reader_that_did_not_look_for_a_whole_turn_finds_what_is_there(fd: int) -> None:
+    writer, reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), BlockRing(fd, BLOCK_BYTES, LAYOUT)
+    append(writer, 0, 1)
+    reader.refresh()
+    for number in range(2, 99):
+        append(writer, number)
+    assert set(reader.refresh()) >= {KEYS[0], KEYS[1]}
+    assert reader.list_keys() == writer.list_keys() and reader.read(reader.list_keys())[1].all()
+
+
+def test_a_worker_that_is_started_again_goes_on_where_the_lost_one_was(fd: int) -> None:
+    append(BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), 1, 2)
+    again = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True)
+    append(again, 3)
+    assert again.list_keys() == KEYS[1:4] and again.read(KEYS[1:4])[1].all()
+
+
+def test_blocks_of_another_layout_are_not_read(fd: int) -> None:
+    append(BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), 1, 2)
+    other = BlockRing(fd, BLOCK_BYTES, LAYOUT[::-1])
+    assert other.refresh() == [] and not len(other)
+    assert not len(BlockRing(fd, BLOCK_BYTES, LAYOUT[::-1], is_writer=True)), "it begins anew"
+
+
+def test_memory_for_too_few_blocks_is_refused() -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 10_000)
+    with pytest.raises(ConfigError, match=r"--kv-transfer-memory-bytes 10,000 holds less than 8 KV blocks"):
+        BlockRing(fd, 4096, LAYOUT)
+    os.close(fd)
+
+
+def test_a_sum_differs_where_two_halves_of_blocks_are_together(fd: int) -> None:
+    """As after a copy of a row that is overwritten meanwhile."""
+    rng = np.random.default_rng(0)
+    writer = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True)
+    (row,) = writer.next_rows(1)
+    writer.rows[row] = rng.integers(0, 256, writer.rows.shape[1])
+    writer.append([KEYS[0]])
+    writer.refresh()
+    for cut in range(1, BLOCK_BYTES):
+        before = writer.rows[row].copy()
+        writer.rows[row, :cut] = rng.integers(0, 256, cut)
+        assert not writer.read([KEYS[0]])[1].any()
+        writer.rows[row] = before
+    assert writer.read([KEYS[0]])[1].all()
