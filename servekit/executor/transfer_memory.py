@@ -38,7 +38,7 @@ class TransferMemory:
         fds: list[int] = []
         try:
             for index in range(config.prefill_replicas):
-                fds.append(os.memfd_create(f"servekit-kv-{index}"))  # not inherited, but by workers
+                fds.append(os.memfd_create(f"servekit-kv-{index}"))  # inherited by workers only
                 os.ftruncate(fds[-1], config.kv_transfer_memory_bytes)
         except OSError as error:
             for fd in fds:

@@ -1,7 +1,8 @@
-"""Choose the sequences that a prefill replica hands over, and the decode replica that goes on with each.
+"""Choose the sequences that a prefill replica hands over, and the decode replica that continues each.
 
-A sequence is handed over when it has its first token. If no decode replica has room for it, the prefill replica goes on
-with it, and it is looked at again after each step. So a shortage at one place makes steps slower, and nothing waits.
+A sequence is handed over when it has its first token. If no decode replica has room for it, the prefill replica
+continues it, and it is checked again after each step. So if one kind of replica is full, steps become slower, but no
+sequence waits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msgspec import Struct
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 
-# Blocks that a decode replica computes again, beside the last one, which is never full. Those that were computed in
+# Blocks that a decode replica computes again, besides the last one, which is never full. Those that were computed in
 # steps in flight are not sent yet. With more, prompts would be computed where only decodes should be.
 MAX_RECOMPUTED_BLOCKS = 2
 
@@ -37,7 +38,7 @@ def find_hand_overs(source: WorkloadManager, targets: Mapping[int, WorkloadManag
         keys = sequence.kv.hashes[: source.kv_connector.num_sent(sequence.kv.hashes)]
         num_full = (sequence.num_tokens - 1) // source.config.block_size
         if num_full - len(keys) > MAX_RECOMPUTED_BLOCKS:
-            continue  # what it has sent was overwritten: it is cheaper to go on here
+            continue  # its blocks were overwritten, so continuing here takes less time
         fitting = {
             target_id: manager
             for target_id, manager in targets.items()

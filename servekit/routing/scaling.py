@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from math import ceil
 
-MAX_GROWTH = 2.0  # of the number of replicas in one decision: a prediction may be wrong
-MAX_LOAD = 0.7  # that is left on each after some have ended
+MAX_GROWTH = 2.0  # largest factor in one decision, because a prediction may be wrong
+MAX_LOAD = 0.7  # highest load of each replica after some have been removed
 
 
 def desired_replicas(num_replicas: int, wait_s: float, load: float, target_wait_s: float) -> float:
     """Return how many replicas are needed.
 
-    `wait_s` is the shortest of the replicas' predicted waits: a new request goes there, and what waits is spread so
-    that the others are alike. What waits for so long at so many replicas waits for the target at proportionally more.
-    `load` is the sum of their loads; that of one is its sequences, running and waiting, as a share of its slots.
+    `wait_s` is the shortest of the replicas' predicted waits: a new request goes to this replica, and the router keeps
+    the waits of the others similar. The wait falls in proportion to the number of replicas. `load` is the sum of the
+    replicas' loads. The load of a replica is its sequences, running and waiting, as a share of its slots.
     """
     if wait_s > target_wait_s:
         return num_replicas * min(MAX_GROWTH, wait_s / target_wait_s)
@@ -29,11 +29,11 @@ class ReplicaScaler:
         self._min, self._max = min_replicas, max_replicas
         self._target_wait_s = target_wait_s
         self._delays_s = {1: up_delay_s, -1: down_delay_s}
-        self._direction = 0  # of the wish: 1 for more, -1 for fewer
+        self._direction = 0  # 1 if more replicas are wanted, -1 if fewer
         self._since_s = 0.0
 
     def decide(self, num_replicas: int, wait_s: float, load: float, now_s: float) -> int:
-        """Return how many replicas there should be, where there are `num_replicas` now."""
+        """Return how many replicas there should be. There are `num_replicas` now."""
         desired = ceil(desired_replicas(num_replicas, wait_s, load, self._target_wait_s))
         desired = min(self._max, max(self._min, desired))
         direction = (desired > num_replicas) - (desired < num_replicas)
