@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -20,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from workers.csrc.bindings import declare_prototypes
@@ -49,6 +50,7 @@ FLAGS = (
 THIS_PROCESSOR = ("-march=native",)
 MACROS: dict[str, tuple[str, ...]] = {"float32": (), "bfloat16": ("-DBFLOAT16",)}  # by dtype, without importing torch
 COMPILE_TIMEOUT_S = 300  # seconds of work, which take minutes while other processes use the processor
+LOCK_POLL_S = 0.05  # while another process compiles
 # Each version of the sources has a library per dtype, of some 100 KB. Eight are four versions: enough to go back and
 # forth between two checkouts without compiling.
 MAX_CACHED_LIBRARIES = 8
@@ -85,7 +87,7 @@ def compile_ahead(dtype: str) -> None:
 
 def _compile_into_cache(cache_folder: Path, compiler: str, macros: tuple[str, ...]) -> None:
     # Errors are suppressed here because `c_library` compiles again and logs them.
-    with _compiling, contextlib.suppress(OSError, subprocess.SubprocessError):
+    with _compiling, contextlib.suppress(OSError, subprocess.SubprocessError), _no_other_process(cache_folder):
         target = cache_folder / _library_name(compiler, macros)
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=cache_folder, prefix=TEMPORARY_PREFIX) as folder:
@@ -137,18 +139,54 @@ def _load_or_compile(dtype: str) -> ctypes.CDLL | None:
 def _load_cached_or_compile(compiler: str, macros: tuple[str, ...]) -> ctypes.CDLL:
     """Load the library from the cache, or compile it. Raises OSError or SubprocessError."""
     name, cache_folder = _library_name(compiler, macros), _cache_folder()
-    if cache_folder is not None and (cache_folder / name).exists():
-        with contextlib.suppress(OSError):  # a damaged file is compiled again and replaced
-            library = ctypes.CDLL(str(cache_folder / name))
-            os.utime(cache_folder / name)  # the modification time is the time of last use, see _remove_old_libraries
-            return library
-    with tempfile.TemporaryDirectory(dir=cache_folder, prefix=TEMPORARY_PREFIX) as folder:
-        compiled = _compile(compiler, macros, Path(folder) / name)
-        library = ctypes.CDLL(str(compiled))  # stays mapped when the file is moved or deleted
-        if cache_folder is not None:
-            compiled.replace(cache_folder / name)  # atomic, because other processes may compile the same library
-            _remove_old_libraries(cache_folder)
+    if cache_folder is None:
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX) as folder:
+            return ctypes.CDLL(str(_compile(compiler, macros, Path(folder) / name)))
+    library = _load_cached(cache_folder / name)
+    if library is not None:
         return library
+    with _no_other_process(cache_folder):
+        library = _load_cached(cache_folder / name)
+        if library is not None:
+            return library
+        with tempfile.TemporaryDirectory(dir=cache_folder, prefix=TEMPORARY_PREFIX) as folder:
+            compiled = _compile(compiler, macros, Path(folder) / name)
+            library = ctypes.CDLL(str(compiled))  # stays mapped when the file is moved or deleted
+            compiled.replace(cache_folder / name)  # atomic, because other processes may look for it
+            _remove_old_libraries(cache_folder)
+            return library
+
+
+def _load_cached(path: Path) -> ctypes.CDLL | None:
+    if path.exists():
+        with contextlib.suppress(OSError):  # a damaged file is compiled again and replaced
+            library = ctypes.CDLL(str(path))
+            os.utime(path)  # the modification time is the time of last use, see _remove_old_libraries
+            return library
+    return None
+
+
+@contextlib.contextmanager
+def _no_other_process(cache_folder: Path, timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[None]:
+    """Lock the cache folder. If several workers start, one of them compiles, and the others wait for its library.
+
+    Otherwise all of them would compile the same, on the same cores. The lock ends with the process that has it. This
+    process compiles without it if it cannot have it in time, or if the file system has no locks.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    descriptor = os.open(cache_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_POLL_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_old_libraries(cache_folder: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,32 @@ def test_a_library_that_is_being_compiled_ahead_is_waited_for(monkeypatch: pytes
     module.compile_ahead("float64")
     wait_until(lambda: not module._compiling.locked())
     assert num_runs == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_library_that_another_process_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert c_library("float32") is not None
+    c_library.cache_clear()
+    folder, other = tmp_path / "servekit", tmp_path / "other.so"
+    (library,) = folder.iterdir()
+    library.rename(other)
+    monkeypatch.setattr(module, "compile_library", lambda *_: pytest.fail("it was compiled twice"))
+    with ThreadPoolExecutor(1) as threads:
+        with module._no_other_process(folder):  # the lock is of an open file, so another thread waits, too
+            found = threads.submit(c_library, "float32")
+            wait_until(module._compiling.locked)
+            with pytest.raises(TimeoutError):
+                found.result(timeout=4 * module.LOCK_POLL_S)
+            other.rename(library)
+        assert found.result(timeout=60) is not None
+
+
+def test_a_process_that_compiles_for_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    with module._no_other_process(tmp_path):
+        started_s = time.monotonic()
+        with module._no_other_process(tmp_path, timeout_s=0.1):
+            assert time.monotonic() - started_s >= 0.1
 
 
 @pytest.mark.usefixtures("quick")
