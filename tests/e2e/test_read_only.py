@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.quick_compiler import quick_compiler
 from tests.support.server_process import ServerProcess
 
 # Make every mount read-only in a namespace of its own, mount an empty directory at $1, and run the rest there.
@@ -40,7 +42,11 @@ def test_it_serves_with_a_read_only_root_and_one_writable_directory(tmp_path: Pa
     cache = tmp_path / "cache"
     cache.mkdir()
     prefix = in_read_only_root(str(cache))
-    server = ServerProcess("demo", "--cache-dir", str(cache), log=tmp_path / "log", prefix=prefix)
+    quick_compiler(tmp_path)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    server = ServerProcess(
+        "demo", "--cache-dir", str(cache), log=tmp_path / "log", prefix=prefix, environment=environment
+    )
     try:
         server.wait_until_ready()
         answer = server.generate("a", max_tokens=8, grammar={"type": "regex", "value": "[a-z]{3}"})

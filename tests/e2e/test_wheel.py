@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.quick_compiler import quick_compiler
 from tests.support.server_process import serving
 from workers.csrc import prebuilt
-from workers.csrc.build import MACROS, find_compiler
+from workers.csrc.build import MACROS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,17 +24,14 @@ ROOT = Path(__file__).parents[2]
 def test_an_installed_wheel_serves_the_demo_model_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = find_compiler()
+    compiler = quick_compiler(tmp_path)
     if compiler is None:
         pytest.skip("there is no C compiler")
     best = best_variant(monkeypatch, tmp_path)
-    quick = tmp_path / "quick-cc"  # optimizing takes most of a minute, and no claim here depends on it
-    quick.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
-    quick.chmod(0o755)
     run(
         *(sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--no-index"),
         *("--wheel-dir", str(tmp_path)),
-        CC=str(quick),
+        CC=str(compiler),
         HATCH_BUILD_HOOK_ENABLE_CUSTOM="true",
         SERVEKIT_KERNEL_VARIANTS=best,
     )

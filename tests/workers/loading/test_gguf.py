@@ -16,6 +16,7 @@ from servekit.errors import ConfigError
 from servekit.protocol.gguf_index import INDEX, WEIGHTS, GgufIndex, GgufTensor
 from tests.support.gguf_files import write_gguf
 from tests.support.inprocess import InProcessEngine, load
+from workers.csrc.build import c_library
 from workers.layers.quantized_linear import QuantizedLinear
 from workers.loading.fingerprint import fingerprint
 from workers.loading.gguf_file import GgufFile, rows_of_halves
@@ -52,6 +53,7 @@ MAX_TOKENS = 12
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c_library("float32")  # of the user's cache: in an empty one it would be compiled, which takes half a minute
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
