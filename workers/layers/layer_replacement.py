@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from workers.attention.interface import AttentionParams
 from workers.csrc.build import c_library
+from workers.device.triton_support import triton_failure
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
@@ -93,11 +94,11 @@ def _replace_on_gpu(
     ranks: Ranks | None,
     lora: LoraPool | None,
 ) -> nn.Module | None:
-    try:
-        from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
-        from workers.layers.triton_quantized import make_weight
-    except ImportError:
+    if triton_failure() is not None:
         return None
+    from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
+    from workers.layers.triton_quantized import make_weight
+
     fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks, lora=lora)
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):  # dense layers would not become faster
         pack_linears(model, make_weight)

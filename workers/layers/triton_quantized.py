@@ -15,7 +15,10 @@ for each token: torch has both products. Others are dequantized, a weight at a t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +32,14 @@ from workers.layers.quantized_linear import DequantizingWeight
 from workers.quantization.quantized_tensor import INT4_LEVELS, QuantizedTensor, pack_nibbles, unpack_nibbles
 from workers.quantization.two_level_scales import TwoLevelScales
 
+log = logging.getLogger("servekit.worker")
+
 MAX_ROWS = 64  # of the kernel; from here on, the tensor cores' time counts, not the memory's
 BLOCK_OUTPUTS = 64
 MIN_PROGRAMS = 256  # inputs are split until there are so many programs: two for each multiprocessor of an H100
 MAX_SPLITS = 8
 MAX_INT8, MAX_FLOAT8 = 127.0, 448.0
 TILE_SIZE = 1024  # numbers that a program adds up
-FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs with tensor cores for float8
 
 # How codes become numbers. The first two have four bits: an INTEGER code is its level + 8, a TABLE code is looked up.
 INTEGER, TABLE, INT8, FLOAT8 = (tl.constexpr(kind) for kind in range(4))
@@ -72,7 +76,7 @@ def _numbers(codes, levels, kind: tl.constexpr):
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or a step of one row, or of 16, would compile another kernel
 def _multiply_kernel(
     x, codes, scales, offsets, levels, bias, residual, output, x_stride, num_rows, num_outputs,
     num_inputs: tl.constexpr, group_size: tl.constexpr, kind: tl.constexpr, step: tl.constexpr,
@@ -323,12 +327,38 @@ def _product_of_eight_bits(matrix: QuantizedTensor) -> Callable[[Tensor], Tensor
     is_aligned = matrix.num_inputs % 16 == 0 and matrix.num_outputs % 16 == 0
     if not has_row_scales or not is_aligned or matrix.encoding != matrix.activations:
         return None
-    if matrix.encoding == "int8":
-        return Int8Product(matrix)
-    is_cuda = matrix.codes.is_cuda
-    if is_cuda and torch.cuda.get_device_capability(matrix.codes.device) >= FLOAT8_CAPABILITY:
-        return Float8Product(matrix)
-    return None
+    kind = Int8Product if matrix.encoding == "int8" else Float8Product
+    return kind(matrix) if _has_product(kind, matrix.codes.device) else None
+
+
+class _TorchProduct(Protocol):
+    """A product of torch with x rounded to eight bits for each token."""
+
+    def __init__(self, matrix: QuantizedTensor) -> None: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x [num_rows, num_inputs]."""
+
+
+@cache
+def _has_product(kind: type[_TorchProduct], device: torch.device) -> bool:
+    """Return whether torch has a product on this device; the log says why not.
+
+    It is tried, because that depends on the GPU, on CUDA and on torch's build. Only prompts of more than MAX_ROWS
+    tokens use it, so a product that fails would fail while people wait.
+    """
+    dtype, activations = (torch.int8, "int8") if kind is Int8Product else (torch.float8_e4m3fn, "float8")
+    codes = torch.zeros(32, 32, device=device).to(dtype)
+    matrix = QuantizedTensor(codes, torch.ones(32, 1, device=device), activations=activations)  # type: ignore[arg-type]
+    try:
+        kind(matrix)(torch.ones(MAX_ROWS + 1, 32, dtype=torch.bfloat16, device=device))
+    except RuntimeError as error:
+        log.warning(
+            "prompts are slow: torch has no product of %s on this device, so each product dequantizes its weight: %s",
+            activations,
+            str(error).partition("\n")[0],
+        )
+        return False
+    return True
 
 
 class Int8Product:
@@ -356,8 +386,9 @@ class Float8Product:
         wide = x.float()
         scales = wide.abs().amax(dim=1, keepdim=True).div(MAX_FLOAT8).clamp(min=1e-30)
         codes = (wide / scales).to(torch.float8_e4m3fn)
-        out_dtype = x.dtype if x.dtype is torch.bfloat16 else torch.float32
-        product: Tensor = torch._scaled_mm(codes, self._transposed, scales, self._scales, out_dtype=out_dtype)
+        # bfloat16 for every dtype of x: with a scale for each row, most GPUs have no other result. float8 rounds x by
+        # eight times as much.
+        product: Tensor = torch._scaled_mm(codes, self._transposed, scales, self._scales, out_dtype=torch.bfloat16)
         return product.to(x.dtype)
 
 

@@ -115,3 +115,22 @@ def test_a_shape_that_the_kernel_does_not_take_is_multiplied_all_the_same() -> N
     matrix = matrix_of("int4", num_inputs=40, group_size=20)
     x = random(3, 40, dtype=torch.float32)
     assert_product(triton_quantized.make_weight(matrix, None).multiply(x), x, matrix, tolerance=1e-5)
+
+
+def test_where_torch_has_no_product_of_eight_bits_prompts_are_dequantized_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("only for compute capability 9.0\nand more")
+
+    matrix = matrix_of("int8", num_outputs=96, group_size=256)
+    made_for = QuantizedTensor(matrix.codes, matrix.scales, activations="int8")
+    x = random(100, 256, dtype=torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_int_mm", refuse)
+        triton_quantized._has_product.cache_clear()
+        weight, _ = (triton_quantized.make_weight(made_for, None) for _ in range(2))
+    triton_quantized._has_product.cache_clear()
+    assert_product(weight.multiply(x), x, matrix, tolerance=1e-5)
+    assert len(caplog.records) == 1 and "torch has no product of int8 on this device" in caplog.messages[0]
+    assert caplog.messages[0].endswith("only for compute capability 9.0")
