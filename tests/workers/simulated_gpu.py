@@ -191,8 +191,15 @@ class SimulatedGpu(TorchDispatchMode):
         if is_on_gpu:
             self._send(source.inner.clone(), target)
         else:
+            self._arrive(source)
             target.inner.copy_(source)
         return target
+
+    def _arrive(self, tensor: Tensor) -> None:
+        """Let the host's memory hold what was copied to it before: the device copies in order."""
+        address = tensor.untyped_storage().data_ptr()
+        numbers = [number for number, target, _ in self._in_flight if target.untyped_storage().data_ptr() == address]
+        self.complete(max(numbers, default=-1) + 1)
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor
@@ -222,6 +229,12 @@ class SimulatedGpu(TorchDispatchMode):
                     gpu.waits.append(self.number)
                 gpu.complete(self.number)
 
+        class CudaRuntime:
+            def cudaHostRegister(self, address: int, *_: int) -> int:  # noqa: N802 - CUDA's name
+                gpu._pinned[address] = torch.empty(0)
+                return 0
+
+        monkeypatch.setattr(torch.cuda, "cudart", CudaRuntime)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL_MEMORY, TOTAL_MEMORY))

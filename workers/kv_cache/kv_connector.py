@@ -4,6 +4,11 @@ A block's key is the hash of the whole prefix up to its end (`servekit/scheduler
 key hold the same. The workload manager decides which blocks are stored and loaded (`servekit/scheduler/kv_connector.py`
 says why nothing has to wait for a transfer). The connector decides what it keeps: the blocks that were stored or loaded
 last. It reports the keys that it drops.
+
+Beside a GPU, a launch does not wait for a transfer. The device copies between its pages and memory of the host that is
+pinned, in the one stream that computes the steps. So a block is stored as the steps before have left it, and is loaded
+before the step that reads it; and a block that is stored and loaded again at once is copied in that order. Only where
+the host itself reads or writes the memory, for the disk, it waits for these copies.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ import torch
 from torch import Tensor
 
 from servekit.protocol.messages import StepPlan, TransferReport
+from workers.device.transfer import DeviceEvent, to_device
 from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.pages import KVCache
 
 MAX_KEYS = 2**16  # keys that a new worker announces; more would delay the server
 MAX_DROPPED = 2**14  # keys in one report: a message has a bound
 BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take memory besides the buffer
+STAGED_BYTES = 16 * 2**20  # of a GPU's memory, through which copies pass; the reserve of memory_profiling.py has room
 
 
 class KVConnector(Protocol):
@@ -68,7 +75,7 @@ class OffloadingConnector:
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_writing = disk is not None
         self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
-        self._parts = split_rows(self._buffer, self._pages)
+        self._copies = (_HostCopies if self._device.type == "cpu" else _DeviceCopies)(self._pages, self._buffer)
 
     def transfer(self, plan: StepPlan) -> TransferReport:
         """Store and load what the plan says. Blocks that are loaded from the disk are in memory from then on."""
@@ -124,11 +131,10 @@ class OffloadingConnector:
         for first in range(0, len(stores), BATCH_BLOCKS):
             batch = stores[first : first + BATCH_BLOCKS]
             rows = self._claim_rows(len(batch), dropped)
-            index, blocks = torch.tensor(rows), torch.tensor([block for block, _ in batch], device=self._device)
-            for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
-                part.index_copy_(0, index, pages.index_select(0, blocks).cpu())
+            self._copies.store([block for block, _ in batch], rows)
             self._keep([key for _, key in batch], rows)
             if self._disk is not None and self._is_writing:
+                self._copies.wait()
                 for (_, key), row in zip(batch, rows, strict=True):
                     if key not in self._disk:
                         self._disk.write(key, self._buffer[row].numpy().tobytes())
@@ -138,7 +144,8 @@ class OffloadingConnector:
         """Return the number of blocks that came from the disk, and the indices of loads that failed."""
         in_memory = [(self._rows[key], block) for key, block in loads if key in self._rows]
         elsewhere = [index for index, (key, _) in enumerate(loads) if key not in self._rows]
-        self._fill_pages(in_memory)
+        for first in range(0, len(in_memory), BATCH_BLOCKS):
+            self._fill_pages(in_memory[first : first + BATCH_BLOCKS])
         if self._disk is None:
             return 0, elsewhere
         failed: list[int] = []
@@ -148,6 +155,7 @@ class OffloadingConnector:
             found = self._disk.read([loads[index][0] for index in batch])
             keys = [loads[index][0] for index in batch if loads[index][0] in found]
             rows = self._claim_rows(len(keys), dropped)
+            self._copies.wait()  # the rows may be on their way to the pages, or from them
             for key, row in zip(keys, rows, strict=True):
                 self._buffer[row] = torch.frombuffer(found[key], dtype=torch.uint8)
             self._keep(keys, rows)
@@ -175,29 +183,102 @@ class OffloadingConnector:
 
     def _fill_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy rows of the buffer to blocks; `copies` are (row, block)."""
-        if not copies:
-            return
-        rows = torch.tensor([row for row, _ in copies])
-        blocks = torch.tensor([block for _, block in copies], device=self._device)
+        if copies:
+            self._copies.load([row for row, _ in copies], [block for _, block in copies])
+
+
+class _HostCopies:
+    """Copies between pages and buffer that are both in the host's memory."""
+
+    def __init__(self, pages: list[Tensor], buffer: Tensor) -> None:
+        self._pages, self._parts = pages, split_rows(buffer, pages)
+
+    def store(self, blocks: list[int], rows: list[int]) -> None:
+        """Copy blocks of the pages to rows of the buffer."""
+        index, chosen = torch.tensor(rows), torch.tensor(blocks)
+        for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
+            part.index_copy_(0, index, pages.index_select(0, chosen))
+
+    def load(self, rows: list[int], blocks: list[int]) -> None:
+        """Copy rows of the buffer to blocks of the pages."""
+        index, chosen = torch.tensor(rows), torch.tensor(blocks)
         for pages, part in zip(self._pages, self._parts, strict=True):
-            pages.index_copy_(0, blocks, part.index_select(0, rows).to(self._device))
+            pages.index_copy_(0, chosen, part.index_select(0, index))
+
+    def wait(self) -> None:
+        """Return once the host may read and write the buffer: here at once."""
+
+
+class _DeviceCopies:
+    """Copies between a GPU's pages and a pinned buffer, in the stream of the steps; none of them waits.
+
+    A row of the buffer is one copy, a few megabytes of a usual model. The device gathers the parts of a row from all
+    layers, and scatters them: copied one by one, they would be hundreds of small copies for each block.
+    """
+
+    def __init__(self, pages: list[Tensor], buffer: Tensor) -> None:
+        self._pages, self._buffer = pages, buffer
+        self._device = pages[0].device
+        self._num_staged = max(1, STAGED_BYTES // buffer.shape[1])  # blocks
+        self._copied: DeviceEvent | None = None  # after the newest copy
+
+    def store(self, blocks: list[int], rows: list[int]) -> None:
+        """Copy blocks of the pages to rows of the buffer."""
+        for first in range(0, len(rows), self._num_staged):
+            some = slice(first, first + self._num_staged)
+            staged, parts, index = self._stage(blocks[some])
+            for pages, part in zip(self._pages, parts, strict=True):
+                part.copy_(pages.index_select(0, index))
+            for row, block in zip(rows[some], staged, strict=True):
+                self._buffer[row].copy_(block, non_blocking=True)
+        self._copied = DeviceEvent(self._device)
+
+    def load(self, rows: list[int], blocks: list[int]) -> None:
+        """Copy rows of the buffer to blocks of the pages."""
+        for first in range(0, len(rows), self._num_staged):
+            some = slice(first, first + self._num_staged)
+            staged, parts, index = self._stage(blocks[some])
+            for row, block in zip(rows[some], staged, strict=True):
+                block.copy_(self._buffer[row], non_blocking=True)
+            for pages, part in zip(self._pages, parts, strict=True):
+                pages.index_copy_(0, index, part)
+        self._copied = DeviceEvent(self._device)
+
+    def wait(self) -> None:
+        """Return once the host may read and write the buffer."""
+        if self._copied is not None:
+            self._copied.wait()
+
+    def _stage(self, blocks: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return the device's memory for whole blocks, its views for each layer's pages, and the blocks' numbers."""
+        staged = torch.empty((len(blocks), self._buffer.shape[1]), dtype=torch.uint8, device=self._device)
+        (index,) = to_device([np.array(blocks, dtype=np.int64)], self._device)
+        return staged, split_rows(staged, self._pages), index
 
 
 def split_rows(buffer: Tensor, all_pages: list[Tensor]) -> list[Tensor]:
     """Return views of the buffer's columns, one for each layer's keys or values: [num_rows, *shape of a block]."""
     parts, first = [], 0
     for pages in all_pages:
-        size = pages[0].nbytes
+        size = math.prod(pages.shape[1:]) * pages.itemsize
         parts.append(buffer[:, first : first + size].view(pages.dtype).view(len(buffer), *pages.shape[1:]))
         first += size
     return parts
 
 
 def _make_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Return the memory for blocks. Beside a CPU it is taken page by page at first use; for a GPU it is pinned."""
+    """Return the memory for blocks. Beside a CPU it is taken page by page at first use; for a GPU it is pinned now.
+
+    Raises RuntimeError if the operating system does not let so much be pinned.
+    """
+    buffer = torch.from_numpy(np.zeros((num_rows, num_bytes), dtype=np.uint8))
     if device.type == "cuda":
-        return torch.empty((num_rows, num_bytes), dtype=torch.uint8, pin_memory=True)
-    return torch.from_numpy(np.zeros((num_rows, num_bytes), dtype=np.uint8))
+        # Not by `pin_memory`: torch rounds what it pins up to a power of two, so that 33 GiB would take 64.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if error:
+            raise RuntimeError(f"out of memory that can be pinned (cudaHostRegister returned {error})")
+    return buffer
 
 
 def block_bytes(cache: KVCache) -> int:
