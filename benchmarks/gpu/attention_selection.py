@@ -28,7 +28,7 @@ def run(session: Session) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             with session.row("attention", block_size=block_size, dtype=str(dtype)) as row:
                 logged.lines.clear()
-                layers, params = [LayerShape(8, 128, 128)], [AttentionParams(128**-0.5)]
+                layers, params = [LayerShape(8, 128, 128)], [AttentionParams(128**-0.5, num_heads=32)]
                 row["chosen"] = choose_attention(session.device, dtype, layers, params, block_size).name
                 row["why"] = "; ".join(logged.lines)
 
@@ -51,9 +51,10 @@ def _imports() -> list[str]:
         return [f"Triton cannot be imported: {error}"]
     pages, params = PlainPages(torch.bfloat16), [AttentionParams(1.0)]
     backends = ["triton"]
-    for load in (gpu_backends.load_flash_attention, gpu_backends.load_varlen_attention):
+    loads = gpu_backends.load_flash_attention_3, gpu_backends.load_flash_attention, gpu_backends.load_varlen_attention
+    for load in loads:
         try:
-            backends.append(load(params, pages).name)
+            backends.append(load(params, max(BLOCK_SIZES), pages).name)
         except gpu_backends.BackendUnavailableError as error:
             backends.append(str(error))
     return backends

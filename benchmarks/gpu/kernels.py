@@ -47,9 +47,13 @@ def candidates(session: Session, dtype: torch.dtype) -> list[Candidate]:
     found: list[Candidate] = [(gpu_backends.TritonAttention(pages), BLOCK_SIZE)]
     if dtype is torch.bfloat16:
         found.append((gpu_backends.TritonAttention(pages), FLASH_BLOCK_SIZE))
-        for load in (gpu_backends.load_flash_attention, gpu_backends.load_varlen_attention):
+        for load, block_size in (
+            (gpu_backends.load_flash_attention_3, BLOCK_SIZE),
+            (gpu_backends.load_flash_attention, FLASH_BLOCK_SIZE),
+            (gpu_backends.load_varlen_attention, FLASH_BLOCK_SIZE),
+        ):
             with contextlib.suppress(gpu_backends.BackendUnavailableError):
-                found.append((load([], pages), FLASH_BLOCK_SIZE))
+                found.append((load([], block_size, pages), block_size))
     return found
 
 

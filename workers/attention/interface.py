@@ -22,7 +22,7 @@ class AttentionMetadata:
     """
 
     block_size: int
-    num_queries: NDArray[np.int64]  # [num_sequences] on the host
+    num_queries: NDArray[np.int64]  # [num_sequences] on the host; in a CUDA graph, a step that is like the others
     num_keys: NDArray[np.int64]  # [num_sequences] on the host: the keys that the last query sees, itself included
     query_starts: Tensor  # [num_sequences + 1] int32: where a sequence's tokens begin; the last entry is num_tokens
     lengths: Tensor  # [num_sequences] int32: num_keys, on the device
@@ -38,6 +38,7 @@ class AttentionParams:
     window: int | None = None  # the number of keys that a query sees, itself included; None: all of them
     softcap: float | None = None  # cap * tanh(score / cap): Gemma 2
     sinks: Tensor | None = None  # [num_heads] scores that take probability and have no value: gpt-oss
+    num_heads: int | None = None  # query heads; None where nobody asks
 
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [num_tokens, head_dim], both halves alike

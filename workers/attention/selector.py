@@ -21,12 +21,16 @@ from workers.attention.interface import AttentionBackend, AttentionParams, Paged
 from workers.attention.torch_backend import TorchAttention
 from workers.csrc.bindings import MAX_HEAD_DIM
 from workers.csrc.build import c_library
+from workers.device.triton_support import triton_failure
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES, PageFormat, PlainPages, page_format
 from workers.kv_cache.pages import LayerShape
 
 log = logging.getLogger("servekit.worker")
 
 PAGED_ATTENTION = "servekit_paged"
+# Why a GPU's backend cannot be used, by all that decides which kernels it launches. A worker chooses several times: to
+# measure memory, to serve, for a draft model.
+_failures: dict[tuple[object, ...], str | None] = {}
 
 
 def choose_attention(
@@ -40,7 +44,7 @@ def choose_attention(
     """Return the fastest backend for this device, dtype, layers and block size; log why faster ones cannot be used."""
     pages = page_format(kv_cache_dtype, dtype)
     if device.type == "cuda":
-        return _choose_on_gpu(layers, params, block_size, pages)
+        return _choose_on_gpu(device, dtype, layers, params, block_size, pages)
     if device.type == "cpu" and _largest_head_dim(layers) <= MAX_HEAD_DIM:
         library = c_library(str(dtype).removeprefix("torch."))
         if library is not None:
@@ -51,35 +55,63 @@ def choose_attention(
 
 
 def _choose_on_gpu(
-    layers: list[LayerShape], params: list[AttentionParams], block_size: int, pages: PageFormat
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: list[LayerShape],
+    params: list[AttentionParams],
+    block_size: int,
+    pages: PageFormat,
 ) -> AttentionBackend:
-    """Prefer flash-attn, then torch's own flash attention, then Triton; without Triton, torch's operations."""
-    try:
-        # Not at the top: it needs Triton, which only torch for CUDA brings.
-        from workers.attention import gpu_backends
-    except ImportError as error:
-        log.warning("attention is slow: every step gathers its pages, because Triton cannot be imported: %s", error)
+    """Prefer flash-attn 3, then version 2, then torch's own, then Triton; torch's operations where no kernel runs."""
+    why_slow = _reason_against_triton(block_size, pages)
+    if why_slow is not None:
+        log.warning("attention is slow: every step gathers its pages, because %s", why_slow)
         return TorchAttention(pages)
-    if block_size & (block_size - 1):
-        log.warning(
-            "attention is slow: every step gathers its pages, because --block-size %d is not a power of two", block_size
-        )
-        return TorchAttention(pages)
-    if pages is FLOAT8_PAGES and torch.cuda.get_device_capability() < (8, 9):
-        log.warning(
-            "attention is slow: every step gathers its pages, because this GPU has no float8; --kv-cache-dtype int8 "
-            "is fast on it, and more exact"
-        )
-        return TorchAttention(pages)
-    reasons = gpu_backends.reasons_against_flash(layers, params, block_size, pages)
+    # Not at the top: it needs Triton, which only torch for CUDA brings.
+    from workers.attention import gpu_backends
+
+    checked = dict.fromkeys(gpu_backends.CheckedLayer.of(*each) for each in zip(layers, params, strict=True))
+
+    def failure_of(backend: gpu_backends.TritonAttention) -> str | None:
+        for layer in checked:
+            key = (backend.name, pages.name, layer, block_size, dtype, device)
+            if key not in _failures:
+                _failures[key] = gpu_backends.failure_of(backend, layer, block_size, dtype, device)
+            if (failure := _failures[key]) is not None:
+                return failure
+        return None
+
+    backend: gpu_backends.TritonAttention
+    reasons = gpu_backends.reasons_against_flash(layers, params, pages)
     if not reasons:
-        for load in (gpu_backends.load_flash_attention, gpu_backends.load_varlen_attention):
+        loads = gpu_backends.load_flash_attention_3, gpu_backends.load_flash_attention
+        for load in (*loads, gpu_backends.load_varlen_attention):
             try:
-                return load(params, pages)
+                backend = load(params, block_size, pages)
             except gpu_backends.BackendUnavailableError as error:
                 reasons.append(str(error))
+                continue
+            if (failure := failure_of(backend)) is None:
+                return backend
+            log.warning("%s is left out: %s", backend.name, failure)
+            reasons.append(f"{backend.name}: {failure}")
     log.info("attention backend: triton; flash attention cannot be used: %s", "; ".join(reasons))
-    return gpu_backends.TritonAttention(pages)
+    backend = gpu_backends.TritonAttention(pages)
+    if (failure := failure_of(backend)) is not None:
+        log.warning("attention is slow: every step gathers its pages, because Triton's kernels fail here: %s", failure)
+        return TorchAttention(pages)
+    return backend
+
+
+def _reason_against_triton(block_size: int, pages: PageFormat) -> str | None:
+    """Return why Triton's kernels cannot store keys and values, as every backend of a GPU needs; None if they can."""
+    if (failure := triton_failure()) is not None:
+        return f"Triton's kernels do not run: {failure}"
+    if block_size & (block_size - 1):
+        return f"--block-size {block_size} is not a power of two"
+    if pages is FLOAT8_PAGES and torch.cuda.get_device_capability() < (8, 9):
+        return "this GPU has no float8; --kv-cache-dtype int8 is fast on it, and more exact"
+    return None
 
 
 def _largest_head_dim(layers: list[LayerShape]) -> int:

@@ -4,9 +4,12 @@ All sequences of a step attend in one launch, whether they compute one query or 
 key head are rows of one matrix. So a tile of keys is read once for all of them, and the tensor cores have work even
 when a sequence computes a single query. A query sees a range of positions, so tiles before a sliding window and after
 the diagonal are never read. The softmax is online (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018, section 3), in float32 and in powers of two. In a step of few sequences with one query each, most of the GPU would
-be idle. There the keys of a sequence are split among several programs, and another kernel combines their partial
-results (Dao et al., "Flash-Decoding for long-context inference", 2023).
+2018, section 3), in float32 and in powers of two.
+
+Sequences of few queries have little to compute and many keys to read. With one program each, most of the GPU would be
+idle in a step of few sequences, and, beside a long one, in a step of many. So the keys of all these sequences together
+are divided among a given number of programs, about equally, by a kernel that runs once a step. Another kernel combines
+the results of parts that belong to one sequence (Dao et al., "Flash-Decoding for long-context inference", 2023).
 
 Grids and kernels depend on shapes alone, never on the contents of a tensor. So CUDA graphs can capture a launch, and
 the host never waits for the device. The first call compiles, so it must come before the capture.
@@ -29,9 +32,14 @@ LOG2_E = 1.4426950408889634
 # Whether a function is compiled or interpreted is decided when it is defined.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-TARGET_PROGRAMS = 256  # about two for each multiprocessor of an H100, of four warps each
-MAX_SEGMENTS = 32  # programs that share the keys of one sequence
-MIN_SEGMENT_KEYS = 128
+# Of a decode step, beside one for each sequence and key head: as many as the 132 multiprocessors of an H100 hold at
+# once, four each by their registers.
+TARGET_PROGRAMS = 528
+MIN_PART_KEYS = 128  # that a program takes: with fewer, its own overhead is longer
+MAX_FEW_QUERIES = 8  # of a sequence whose keys are divided, if a tile holds so many
+MAX_TILE_ROWS = 128
+REDUCED_PARTS = 32  # that are combined at a time
+PLANNED_PROGRAMS = 16  # that get their part at a time
 
 _log2_e = tl.constexpr(LOG2_E)
 _infinity = tl.constexpr(float("inf"))
@@ -98,7 +106,7 @@ def _store_heads(
         tl.store(scale_target, scale, mask=heads < num_kv_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kernel(
     keys, values, key_pages, value_pages, key_scales, value_scales, given_key_scales, given_value_scales, slot_mapping,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
@@ -178,23 +186,6 @@ def store(keys: Tensor, values: Tensor, pages: LayerPages, slot_mapping: Tensor)
 
 
 @triton.jit
-def _sequence_of_tile(query_starts, tile, num_sequences, tile_queries: tl.constexpr):
-    """Find the sequence of a tile of queries: sequence s begins with tile query_starts[s] // tile_queries + s.
-
-    These numbers are distinct, and leave each sequence at least the tiles that it needs. So the grid depends only on
-    the numbers of tokens and sequences. Surplus tiles find that their first query is past the end of their sequence.
-    """
-    low = tile * 0
-    high = low + num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = tl.load(query_starts + middle) // tile_queries + middle
-        low = tl.where(first_tile <= tile, middle, low)
-        high = tl.where(first_tile <= tile, high, middle)
-    return low
-
-
-@triton.jit
 def _keys_of_tile(first_position, last_position, window, tile_keys: tl.constexpr):
     """Return [begin, end), the positions that the queries see; `begin` is the first position of a tile of keys."""
     begin = first_position * 0
@@ -203,12 +194,45 @@ def _keys_of_tile(first_position, last_position, window, tile_keys: tl.constexpr
     return begin, last_position + 1
 
 
-@triton.jit
-def _segment_of_keys(begin, end, num_segments: tl.constexpr, tile_keys: tl.constexpr):
-    """Return how many keys one program takes, and how many programs have any keys."""
-    num_tiles = tl.cdiv(tl.maximum(end - begin, 0), tile_keys)
-    tiles_each = tl.maximum(tl.cdiv(num_tiles, num_segments), 1)
-    return tiles_each * tile_keys, tl.cdiv(num_tiles, tiles_each)
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_programs", "min_queries", "max_queries", "window", "tile_queries"],
+    do_not_specialize_on_alignment=["query_starts", "lengths", "part_starts", "sequence_of_program"],
+)
+def _plan_kernel(
+    query_starts, lengths, part_starts, sequence_of_program, num_sequences, num_programs, min_queries, max_queries,
+    window, tile_queries, divides_keys: tl.constexpr, tile_keys: tl.constexpr, min_tiles: tl.constexpr,
+    padded_sequences: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Divide sequences of min_queries to max_queries queries into parts, each for one program: see `WorkList`.
+
+    Grid: one program. If divides_keys, a part is the same number of tiles of keys, but for the last one of each
+    sequence. With T tiles in all, and as many a part as T divided by the programs beyond one for each sequence, there
+    are enough programs: a sequence of t tiles has less than t / (tiles a part) + 1 parts. Otherwise, a part is a tile
+    of queries.
+    """
+    sequences = tl.arange(0, padded_sequences)
+    exists = sequences < num_sequences
+    first_token = tl.load(query_starts + sequences, mask=exists, other=0)
+    num_queries = tl.load(query_starts + sequences + 1, mask=exists, other=0) - first_token
+    is_chosen = (num_queries >= min_queries) & (num_queries <= max_queries)
+    if divides_keys:
+        length = tl.load(lengths + sequences, mask=exists, other=0)
+        begin, end = _keys_of_tile(length - num_queries, length - 1, window, tile_keys)
+        num_tiles = tl.where(is_chosen, tl.cdiv(tl.maximum(end - begin, 0), tile_keys), 0)
+        num_extra = num_programs - num_sequences
+        tiles_each = tl.maximum(tl.cdiv(tl.sum(num_tiles, axis=0), num_extra), min_tiles)
+        num_parts = tl.cdiv(num_tiles, tiles_each)
+        tl.store(part_starts + num_sequences + 1, tiles_each)
+    else:
+        num_parts = tl.where(is_chosen, tl.cdiv(num_queries, tile_queries), 0)
+    ends = tl.cumsum(num_parts, axis=0)
+    tl.store(part_starts + sequences + 1, ends, mask=exists)
+    tl.store(part_starts, 0)
+    for first in range(0, num_programs, block):
+        programs = first + tl.arange(0, block)
+        # Sequences whose parts all come before; for programs without a part, that is all of them.
+        before = exists[None, :] & (ends[None, :] <= programs[:, None])
+        tl.store(sequence_of_program + programs, tl.sum(before.to(tl.int32), axis=1), mask=programs < num_programs)
 
 
 @triton.jit
@@ -244,14 +268,14 @@ def _visit_keys(
         else:
             key = tl.load(key_pointers)
             value = tl.load(value_pointers)
+        # Without a soft cap, `scale` has the factor that makes powers of two of powers of e: one product less.
         scores = tl.dot(query, tl.trans(key.to(dot_dtype)), input_precision="ieee") * scale
         if key_scales is not None:  # codes are exact in the dtype of the product, so their scale can follow it
             key_scale = tl.load(key_scales + block * key_scale_stride + offsets * num_kv_heads, mask=exists, other=0.0)
             scores = scores * key_scale[None, :]
         if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is accurate at both ends
             exponential = tl.exp2(scores * (2.0 * _log2_e / softcap))
-            scores = softcap - 2.0 * softcap / (exponential + 1.0)
-        scores = scores * _log2_e
+            scores = (softcap - 2.0 * softcap / (exponential + 1.0)) * _log2_e
         if on_boundary:
             visible = key_positions[None, :] <= positions[:, None]
             if window is not None:
@@ -273,24 +297,37 @@ def _visit_keys(
     return accumulator, maximum, total
 
 
+# A kernel is compiled anew where the alignment of an argument differs. What comes from a step begins anywhere, and none
+# of it is loaded in vectors.
 @triton.jit(
     do_not_specialize=["num_sequences", "window", "table_stride"],
-    do_not_specialize_on_alignment=["partial_maximum", "partial_total"],
+    do_not_specialize_on_alignment=[
+        "partial_maximum",
+        "partial_total",
+        "block_table",
+        "query_starts",
+        "lengths",
+        "part_starts",
+        "sequence_of_program",
+    ],
 )
 def _attend_kernel(
-    output, partial_output, partial_maximum, partial_total, queries, key_pages, value_pages, key_scales, value_scales,
-    block_table, query_starts, lengths, sinks, num_sequences, scale, window, softcap, table_stride,
-    query_token_stride, query_head_stride, key_block_stride, key_offset_stride, key_head_stride,
+    output, partial_output, partial_maximum, partial_total, part_starts, sequence_of_program, queries, key_pages,
+    value_pages, key_scales, value_scales, block_table, query_starts, lengths, sinks, num_sequences,
+    scale, window, softcap, table_stride, query_token_stride, query_head_stride,
+    key_block_stride, key_offset_stride, key_head_stride,
     value_block_stride, value_offset_stride, value_head_stride, key_scale_stride, value_scale_stride,
     output_token_stride, output_head_stride,
     group_size: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, padded_key_dim: tl.constexpr,
     padded_value_dim: tl.constexpr, block_size: tl.constexpr, tile_rows: tl.constexpr, tile_keys: tl.constexpr,
-    num_segments: tl.constexpr, dot_dtype: tl.constexpr, value_dot_dtype: tl.constexpr, is_decode: tl.constexpr,
+    part_queries: tl.constexpr, dot_dtype: tl.constexpr, value_dot_dtype: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile of queries of one key head. Grid: (tiles of queries, num_kv_heads, num_segments).
+    """Attend with one tile of queries of one key head. Grid: (programs of the work list, num_kv_heads).
 
-    A tile has tile_rows rows: tile_queries queries times the group_size heads that share the key head. If num_segments
-    is 1, the result goes to `output`; otherwise each segment writes a partial result for `_reduce_kernel`.
+    A tile has tile_rows rows: tile_queries queries times the group_size heads that share the key head. If part_queries
+    is 0, a part of a sequence is a tile of its queries. Otherwise it is a part of its keys, for its queries, of which
+    there are part_queries or fewer. The result of a sequence's only part goes to `output`; of several parts, each
+    writes a partial result for `_reduce_kernel`.
 
     The kernel is long because its stages share most of their variables. To split it would pass some twenty of them.
     """
@@ -298,30 +335,25 @@ def _attend_kernel(
     kv_head = tl.program_id(1)
 
     # Find the sequence, the queries, and the keys of this program.
-    if is_decode:
-        sequence = tl.program_id(0)
-        first_token = sequence
-        num_queries = 1
-        first_query = 0
-    else:
-        tile = tl.program_id(0)
-        sequence = _sequence_of_tile(query_starts, tile, num_sequences, tile_queries)
-        first_token = tl.load(query_starts + sequence)
-        num_queries = tl.load(query_starts + sequence + 1) - first_token
-        first_query = (tile - first_token // tile_queries - sequence) * tile_queries
-        if first_query >= num_queries:
-            return
+    sequence = tl.load(sequence_of_program + tl.program_id(0))
+    if sequence >= num_sequences:
+        return
+    first_part = tl.load(part_starts + sequence)
+    part = tl.program_id(0) - first_part
+    first_token = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - first_token
+    first_query = part * tile_queries
+    if part_queries > 0:
+        num_parts = tl.load(part_starts + sequence + 1) - first_part
+        first_query = part * 0
     first_position = tl.load(lengths + sequence) - num_queries + first_query
     last_position = first_position + tl.minimum(tile_queries, num_queries - first_query) - 1
     begin, end = _keys_of_tile(first_position, last_position, window, tile_keys)
     num_keys = end
-    segment = tl.program_id(2)
-    if num_segments > 1:
-        segment_keys, _ = _segment_of_keys(begin, end, num_segments, tile_keys)
-        begin = begin + segment * segment_keys
-        if begin >= num_keys:
-            return
-        end = tl.minimum(begin + segment_keys, num_keys)
+    if part_queries > 0:
+        part_keys = tl.load(part_starts + num_sequences + 1) * tile_keys
+        begin = begin + part * part_keys
+        end = tl.minimum(begin + part_keys, num_keys)
 
     # Load the queries.
     rows = tl.arange(0, tile_rows)
@@ -340,8 +372,12 @@ def _attend_kernel(
     accumulator = tl.zeros([tile_rows, padded_value_dim], tl.float32)
     if sinks is not None:  # a sink is a key that every query sees, and whose value is zero
         sink = tl.load(sinks + heads, mask=is_query, other=0.0).to(tl.float32) * _log2_e
-        maximum = tl.where(segment == 0, sink, maximum)
-        total = tl.where(segment == 0, total + 1.0, total)
+        if part_queries > 0:  # one of the parts has the sink
+            maximum = tl.where(part == 0, sink, maximum)
+            total = tl.where(part == 0, 1.0, total)
+        else:
+            maximum = sink
+            total += 1.0
     table_row = block_table + sequence.to(tl.int64) * table_stride
     key_pages += kv_head.to(tl.int64) * key_head_stride
     value_pages += kv_head.to(tl.int64) * value_head_stride
@@ -349,7 +385,7 @@ def _attend_kernel(
         key_scales += kv_head
         value_scales += kv_head
     num_kv_heads = tl.num_programs(1)
-    if is_decode:  # one loop has one pipeline to fill, and masking is free where memory bandwidth is the limit
+    if part_queries > 0:  # one loop has one pipeline to fill, and masking is free where memory bandwidth is the limit
         accumulator, maximum, total = _visit_keys(
             accumulator, maximum, total, query, positions, begin, end, num_keys, key_pages, value_pages, key_scales,
             value_scales, table_row, scale, window, softcap, key_block_stride, key_offset_stride, value_block_stride,
@@ -383,44 +419,58 @@ def _attend_kernel(
         )  # fmt: skip
 
     # Store the result.
-    if num_segments > 1:
-        part = (tokens * (tl.num_programs(1) * group_size) + heads) * num_segments + segment
-        inside = is_query[:, None] & (value_dims < value_dim)
-        tl.store(partial_output + part[:, None] * value_dim + value_dims, accumulator, mask=inside)
-        tl.store(partial_maximum + part, maximum, mask=is_query)
-        tl.store(partial_total + part, total, mask=is_query)
-    else:
-        # A padding sequence sees no keys. Its result is zero, and not zero divided by zero.
-        result = accumulator * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
-        pointers = output + tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride + value_dims
-        inside = is_query[:, None] & (value_dims < value_dim)
-        tl.store(pointers, result.to(output.dtype.element_ty), mask=inside)
+    inside = is_query[:, None] & (value_dims < value_dim)
+    if part_queries > 0:
+        if num_parts > 1:
+            cells = (tl.program_id(0).to(tl.int64) * part_queries + query_of_row) * (num_kv_heads * group_size) + heads
+            tl.store(partial_output + cells[:, None] * value_dim + value_dims, accumulator, mask=inside)
+            tl.store(partial_maximum + cells, maximum, mask=is_query)
+            tl.store(partial_total + cells, total, mask=is_query)
+        inside &= num_parts == 1
+    result = accumulator * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+    pointers = output + tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride + value_dims
+    tl.store(pointers, result.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["partial_maximum", "partial_total"])
+@triton.jit(do_not_specialize_on_alignment=["partial_maximum", "partial_total", "part_starts", "query_starts"])
 def _reduce_kernel(
-    output, partial_output, partial_maximum, partial_total, lengths, window,
-    output_token_stride, output_head_stride, value_dim: tl.constexpr, padded_value_dim: tl.constexpr,
-    num_segments: tl.constexpr, tile_keys: tl.constexpr,
+    output, partial_output, partial_maximum, partial_total, part_starts, query_starts, output_token_stride,
+    output_head_stride, part_queries: tl.constexpr, value_dim: tl.constexpr, padded_value_dim: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """Combine the segments of one query head that had keys. Grid: (num_sequences, num_heads)."""
+    """Combine the parts of one sequence's queries, of one head. Grid: (num_sequences, num_heads).
+
+    The only part of a sequence has stored the result itself. A padding sequence has no part, and its result is zero.
+    """
     sequence, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(lengths + sequence) - 1
-    begin, end = _keys_of_tile(position, position, window, tile_keys)
-    _, num_active = _segment_of_keys(begin, end, num_segments, tile_keys)
-    segments, dims = tl.arange(0, num_segments), tl.arange(0, padded_value_dim)[None, :]
-    part = (sequence.to(tl.int64) * tl.num_programs(1) + head) * num_segments + segments
-    is_active = segments < num_active
-    maximum = tl.load(partial_maximum + part, mask=is_active, other=-_infinity)
-    highest = tl.max(maximum, axis=0)
-    weights = tl.exp2(maximum - tl.where(highest == -_infinity, 0.0, highest))
-    total = tl.sum(weights * tl.load(partial_total + part, mask=is_active, other=0.0), axis=0)
-    inside = is_active[:, None] & (dims < value_dim)
-    partial = tl.load(partial_output + part[:, None] * value_dim + dims, mask=inside, other=0.0)
-    result = tl.sum(weights[:, None] * partial, axis=0) * (1.0 / tl.where(total > 0.0, total, 1.0))
+    first_part = tl.load(part_starts + sequence)
+    num_parts = tl.load(part_starts + sequence + 1) - first_part
+    first_token = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - first_token
+    if (num_parts == 1) | (num_queries > part_queries):
+        return
     dims = tl.arange(0, padded_value_dim)
-    pointers = output + sequence.to(tl.int64) * output_token_stride + head * output_head_stride + dims
-    tl.store(pointers, result.to(output.dtype.element_ty), mask=dims < value_dim)
+    for query in range(num_queries):
+        highest = tl.full([1], -_infinity, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        result = tl.zeros([padded_value_dim], tl.float32)
+        for first in range(0, num_parts, block):
+            parts = first + tl.arange(0, block)
+            exists = parts < num_parts
+            cells = ((first_part + parts).to(tl.int64) * part_queries + query) * tl.num_programs(1) + head
+            maximum = tl.load(partial_maximum + cells, mask=exists, other=-_infinity)
+            new_highest = tl.maximum(highest, tl.max(maximum, axis=0))
+            base = tl.where(new_highest == -_infinity, 0.0, new_highest)
+            decay, weights = tl.exp2(highest - base), tl.exp2(maximum - base)
+            total = total * decay + tl.sum(weights * tl.load(partial_total + cells, mask=exists, other=0.0), axis=0)
+            inside = exists[:, None] & (dims < value_dim)[None, :]
+            partial = tl.load(partial_output + cells[:, None] * value_dim + dims[None, :], mask=inside, other=0.0)
+            result = result * decay + tl.sum(weights[:, None] * partial, axis=0)
+            highest = new_highest
+        result = result * (1.0 / tl.where(total > 0.0, total, 1.0))
+        token = (first_token + query).to(tl.int64)
+        pointers = output + token * output_token_stride + head * output_head_stride + dims
+        tl.store(pointers, result.to(output.dtype.element_ty), mask=dims < value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +484,7 @@ class Tiles:
 
 
 def choose_tiles(num_queries_each: int, group_size: int, head_dim: int, itemsize: int) -> Tiles:
-    """Return the tiles for sequences with that many queries on average.
+    """Return the tiles for sequences with that many queries.
 
     group_size: the query heads that share a key head; each query has that many rows. itemsize: of queries, in bytes.
 
@@ -447,30 +497,76 @@ def choose_tiles(num_queries_each: int, group_size: int, head_dim: int, itemsize
         return Tiles(rows, 16, num_warps=4, num_stages=1)
     if num_queries_each == 1:
         return Tiles(rows, 64 if head_dim <= 64 else 32 if head_dim <= 256 else 16, num_warps=4, num_stages=5)
-    # A sequence with one query pays for its whole tile, so tiles are no larger than sequences are on average.
-    max_rows, keys = (128, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)
+    # Each sequence pays for whole tiles, so they are no larger than the one with the most queries needs.
+    max_rows, keys = (MAX_TILE_ROWS, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)
     rows = max(rows, min(max_rows, triton.next_power_of_2(num_queries_each * group_size + 1) // 2))
     return Tiles(rows, keys, num_warps=8 if rows >= 128 or head_dim > 128 else 4, num_stages=3)
 
 
-def choose_num_segments(num_sequences: int, num_kv_heads: int, max_num_keys: int) -> int:
-    """Return the number of programs that share a sequence's keys, in a step with one query for each sequence.
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Which sequence, and which part of it, each program takes. On the device.
 
-    It is a power of two, and depends on shapes alone, so it is the same for every replay of a CUDA graph.
-    `max_num_keys` is the upper bound, not the actual length. Short sequences leave segments empty, which costs next to
-    nothing.
+    Program p takes part p - part_starts[s] of sequence s = sequence_of_program[p]. For a program that takes none, s is
+    num_sequences.
     """
-    wanted = min(TARGET_PROGRAMS // (num_sequences * num_kv_heads), max_num_keys // MIN_SEGMENT_KEYS, MAX_SEGMENTS)
-    return 1 << (wanted.bit_length() - 1) if wanted > 0 else 1
+
+    # [num_sequences + 2] int32: where each sequence's parts begin, their number, and the tiles of a part of keys
+    part_starts: Tensor
+    sequence_of_program: Tensor  # [num_programs] int32
 
 
-def make_workspace(num_heads: int, num_kv_heads: int, value_dim: int, device: torch.device) -> Tensor:
-    """Return memory for the partial results of `attend`, for any number of sequences.
+class WorkLists:
+    """The work lists of one step, made when a layer first asks for one. Layers of one kind share it.
 
-    Layers with the same sizes can share it if they run one after the other.
+    The number of programs depends on shapes alone, so that a CUDA graph can hold the launch.
     """
-    max_parts = max(TARGET_PROGRAMS // num_kv_heads, 1) * num_heads
-    return torch.empty(max_parts * (value_dim + 2), dtype=torch.float32, device=device)
+
+    def __init__(self, query_starts: Tensor, lengths: Tensor, num_programs: int = TARGET_PROGRAMS) -> None:
+        """Take what `attend` takes. num_programs: beside one for each sequence and key head."""
+        self._query_starts, self._lengths, self._num_programs = query_starts, lengths, num_programs
+        self._made: dict[tuple[int, ...], WorkList] = {}
+
+    def of_keys(self, max_queries: int, num_kv_heads: int, window: int | None, tile_keys: int) -> WorkList:
+        """Divide the keys of the sequences of up to max_queries queries, in tiles, about equally."""
+        num_programs = len(self._lengths) + max(1, self._num_programs // num_kv_heads)
+        key = (0, max_queries, num_programs, window or 0, tile_keys)
+        if key not in self._made:
+            self._made[key] = self._make(num_programs, 1, max_queries, window, 0, tile_keys)
+        return self._made[key]
+
+    def of_queries(self, min_queries: int, num_tokens: int, tile_queries: int) -> WorkList:
+        """Divide the sequences of min_queries queries or more into tiles of queries."""
+        # Each sequence has less than one tile more than it fills.
+        num_programs = num_tokens // tile_queries + min(len(self._lengths), num_tokens // min_queries)
+        key = (1, min_queries, num_programs, tile_queries)
+        if key not in self._made:
+            self._made[key] = self._make(num_programs, min_queries, num_tokens, None, tile_queries, 0)
+        return self._made[key]
+
+    def _make(
+        self, num_programs: int, fewest: int, most: int, window: int | None, tile_queries: int, tile_keys: int
+    ) -> WorkList:
+        lengths, num_sequences = self._lengths, len(self._lengths)
+        part_starts = torch.empty(num_sequences + 2, dtype=torch.int32, device=lengths.device)
+        sequence_of_program = torch.empty(num_programs, dtype=torch.int32, device=lengths.device)
+        _plan_kernel[(1,)](
+            self._query_starts, lengths, part_starts, sequence_of_program, num_sequences, num_programs, fewest, most,
+            window, tile_queries, tile_keys > 0, tile_keys, max(1, MIN_PART_KEYS // max(1, tile_keys)),
+            max(16, triton.next_power_of_2(num_sequences)), PLANNED_PROGRAMS,
+            num_warps=4,
+        )  # fmt: skip
+        return WorkList(part_starts, sequence_of_program)
+
+
+def max_few_queries(group_size: int, tiles: Tiles) -> int:
+    """Return how many queries a sequence may have for its keys to be divided among programs."""
+    return min(MAX_FEW_QUERIES, tiles.rows // group_size)
+
+
+def padded_head_dim(key_dim: int, value_dim: int) -> int:
+    """Return the larger of two head dimensions, as tiles have it."""
+    return int(max(16, triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)))
 
 
 def attend(
@@ -481,24 +577,25 @@ def attend(
     block_table: Tensor,
     output: Tensor,
     scale: float,
-    workspace: Tensor,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    queries_each: tuple[int, int] | None = None,
+    work_lists: WorkLists | None = None,
 ) -> None:
     """Attend with queries [num_tokens, num_heads, key_dim], and write to `output` [num_tokens, num_heads, value_dim].
 
     The block size of the pages is a power of two. query_starts: [num_sequences + 1] int32, where each sequence's
     queries begin among the tokens. lengths: [num_sequences] int32, the keys that a sequence's last query sees, itself
-    included; its other queries are at the positions before. Length 0 is padding, and its output is zero. block_table:
-    [num_sequences, width] int32; entries beyond a sequence's length are not used.
-
-    If there are as many tokens as sequences, each sequence is assumed to compute one query, and query_starts is not
-    read. A caller whose decoding sequences come first may attend in two calls, each with the tiles that suit it.
+    included; its other queries are at the positions before. Length 0 with one query is padding, and its output is zero.
+    block_table: [num_sequences, width] int32; entries beyond a sequence's length are not used. queries_each: bounds of
+    the number of a sequence's queries, from below and from above; None: 1 and the number of tokens. Sequences of few
+    queries, and those of many, are attended to in a launch for each kind: tiles that suit one do not suit the other.
 
     scale: multiplies the scores before they are soft-capped. window: the number of keys that a query sees, itself
     included. sinks: [num_heads], scores of a key that takes probability and has no value (Xiao et al., "Efficient
-    streaming language models with attention sinks", 2024, section 3). workspace: from `make_workspace`.
+    streaming language models with attention sinks", 2024, section 3). work_lists: of this step, which its layers
+    share; None: made here.
     """
     num_tokens, num_heads, key_dim = queries.shape
     _, block_size, num_kv_heads, value_dim = pages.values.shape
@@ -510,30 +607,39 @@ def attend(
     assert sinks is None or sinks.is_contiguous()
     if num_tokens == 0:
         return
-    is_decode = num_tokens == num_sequences
     padded_key_dim, padded_value_dim = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    padded_dim = max(padded_key_dim, padded_value_dim)
-    tiles = choose_tiles(num_tokens // num_sequences, group_size, padded_dim, queries.itemsize)
-    num_tiles = num_sequences if is_decode else num_tokens // (tiles.rows // group_size) + num_sequences
-    max_num_keys = block_table.shape[1] * block_size
-    num_segments = choose_num_segments(num_sequences, num_kv_heads, max_num_keys) if is_decode else 1
-    num_parts = num_sequences * num_heads * num_segments if num_segments > 1 else 0
-    assert num_parts * (value_dim + 2) <= workspace.numel() and workspace.dtype is torch.float32
-    partial = workspace[: num_parts * (value_dim + 2)].split([num_parts * value_dim, num_parts, num_parts])
-    _attend_kernel[(num_tiles, num_kv_heads, num_segments)](
-        output, *partial, queries, pages.keys, pages.values, pages.key_scales, pages.value_scales, block_table,
-        query_starts, lengths, sinks, num_sequences, scale, window, softcap, block_table.stride(0),
-        *queries.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3], *pages.scale_strides,
-        *output.stride()[:2],
-        group_size, key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tiles.rows, tiles.keys,
-        num_segments, dot_dtype_of(queries.dtype), _value_dot_dtype(queries.dtype, pages), is_decode,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )  # fmt: skip
-    if num_segments > 1:
+    padded_dim = padded_head_dim(key_dim, value_dim)
+    fewest, most = (1, num_tokens) if queries_each is None else queries_each
+    few = choose_tiles(1, group_size, padded_dim, queries.itemsize)
+    num_few = max_few_queries(group_size, few)
+
+    def launch(work: WorkList, tiles: Tiles, part_queries: int, *partial: Tensor | None) -> None:
+        _attend_kernel[(len(work.sequence_of_program), num_kv_heads)](
+            output, *partial, work.part_starts, work.sequence_of_program, queries, pages.keys, pages.values,
+            pages.key_scales, pages.value_scales, block_table, query_starts, lengths, sinks, num_sequences,
+            scale * LOG2_E if softcap is None else scale, window, softcap,
+            block_table.stride(0), *queries.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
+            *pages.scale_strides, *output.stride()[:2],
+            group_size, key_dim, value_dim, padded_key_dim, padded_value_dim, block_size, tiles.rows, tiles.keys,
+            part_queries, dot_dtype_of(queries.dtype), _value_dot_dtype(queries.dtype, pages),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+    work_lists = work_lists or WorkLists(query_starts, lengths)
+    if most > num_few:
+        tiles = choose_tiles(most, group_size, padded_dim, queries.itemsize)
+        launch(work_lists.of_queries(num_few + 1, num_tokens, tiles.rows // group_size), tiles, 0, None, None, None)
+    if fewest <= num_few:
+        part_queries = 1 if most == 1 else num_few  # partial results take memory for so many
+        work = work_lists.of_keys(part_queries, num_kv_heads, window, few.keys)
+        num_cells = len(work.sequence_of_program) * part_queries * num_heads
+        memory = torch.empty(num_cells * (value_dim + 2), dtype=torch.float32, device=queries.device)
+        partial = memory.split([num_cells * value_dim, num_cells, num_cells])
+        launch(work, few, part_queries, *partial)
         _reduce_kernel[(num_sequences, num_heads)](
-            output, *partial, lengths, window, *output.stride()[:2],
-            value_dim, padded_value_dim, num_segments, tiles.keys,
+            output, *partial, work.part_starts, query_starts, *output.stride()[:2], part_queries, value_dim,
+            padded_value_dim, REDUCED_PARTS,
             num_warps=4,
         )  # fmt: skip
 

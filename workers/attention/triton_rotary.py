@@ -48,7 +48,7 @@ def _store_halves(
         tl.store(scales + block * scale_block_stride + offset * num_kv_heads + kv_head, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_and_store_kernel(
     qkv, cosine, sine, query_norm, key_norm, key_pages, value_pages, key_scales, value_scales, given_key_scales,
     given_value_scales, slot_mapping, eps, qkv_stride, cosine_stride, sine_stride,

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def _recording_attention(
         module=module,
         layer=getattr(module, "layer_idx", None),
         shape=LayerShape(key.shape[1], key.shape[-1], value.shape[-1]),
-        params=attention_params(query, options),
+        params=replace(attention_params(query, options), num_heads=query.shape[1]),
         is_passed_step=STEP_KEYWORD in options,
         is_causal=options.get("is_causal", getattr(module, "is_causal", None)) is not False,
     )

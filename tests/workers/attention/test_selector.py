@@ -9,8 +9,9 @@ import types
 import pytest
 import torch
 
-from workers.attention.interface import AttentionParams
-from workers.attention.selector import _choose_on_gpu, choose_attention
+from workers.attention import selector
+from workers.attention.interface import AttentionBackend, AttentionParams
+from workers.attention.selector import choose_attention
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES, PageFormat, PlainPages
 from workers.kv_cache.pages import LayerShape
 
@@ -20,11 +21,36 @@ PLAIN, HALF = PlainPages(torch.float32), PlainPages(torch.bfloat16)
 LAYERS, PARAMS = [LayerShape(2, 64, 64)], [AttentionParams(0.125)]
 
 
+GPU = torch.device("cuda")
+
+
+def _choose_on_gpu(
+    layers: list[LayerShape], params: list[AttentionParams], block_size: int, pages: PageFormat
+) -> AttentionBackend:
+    return selector._choose_on_gpu(GPU, torch.bfloat16, layers, params, block_size, pages)
+
+
 @pytest.fixture(autouse=True)
-def _flash_attn_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def failures(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A GPU of compute capability 8.0 with Triton and flash-attn 2. Returns why kernels fail there, by backend."""
     package = types.ModuleType("flash_attn")
-    package.flash_attn_varlen_func = package.flash_attn_with_kvcache = lambda *_, **__: None  # type: ignore[attr-defined]
+    package.flash_attn_varlen_func = lambda *_, **__: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(selector, "triton_failure", lambda: None)
+    monkeypatch.setattr(selector, "_failures", {})
+    failures: dict[str, str] = {}
+    if importlib.util.find_spec("triton") is not None:
+        from workers.attention import gpu_backends
+
+        monkeypatch.setattr(gpu_backends, "failure_of", lambda backend, *_: failures.get(backend.name))
+    return failures
+
+
+def install_flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("flash_attn_interface")
+    package.flash_attn_with_kvcache = lambda *_, **__: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
 
 
 @needs_triton
@@ -36,11 +62,11 @@ def test_flash_attn_is_preferred_if_it_can_serve_the_layers() -> None:
 @pytest.mark.parametrize(
     ("layers", "params", "block_size", "pages", "why"),
     [
-        (LAYERS, PARAMS, 16, HALF, "it needs pages of a multiple of 256 tokens, and --block-size is 16"),
-        (LAYERS, [AttentionParams(1.0, sinks=torch.zeros(2))], 256, HALF, "it has no attention sinks"),
-        (LAYERS, PARAMS, 256, PLAIN, "it does not compute in float32"),
-        (LAYERS, PARAMS, 256, FLOAT8_PAGES, "it cannot read fp8_e4m3 pages"),
-        ([LayerShape(2, 192, 128)], PARAMS, 256, HALF, "it needs key_dim = value_dim"),
+        (LAYERS, PARAMS, 16, HALF, "needs pages of a multiple of 256 tokens, and --block-size is 16"),
+        (LAYERS, [AttentionParams(1.0, sinks=torch.zeros(2))], 256, HALF, "has no attention sinks"),
+        (LAYERS, PARAMS, 256, PLAIN, "does not compute in float32"),
+        (LAYERS, PARAMS, 256, FLOAT8_PAGES, "cannot read fp8_e4m3 pages"),
+        ([LayerShape(2, 192, 128)], PARAMS, 256, HALF, "needs key_dim = value_dim"),
         ([LayerShape(2, 512, 512)], PARAMS, 256, HALF, "a multiple of 8 and at most 256"),
     ],
 )
@@ -70,13 +96,48 @@ def test_without_the_package_torchs_own_flash_attention_is_chosen_if_it_can_serv
     assert "torch's own flash attention has no soft caps" in caplog.text
 
 
+@needs_triton
+def test_flash_attn_3_is_preferred_on_hopper_with_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_flash_attn_3(monkeypatch)
+    assert _choose_on_gpu(LAYERS, PARAMS, 16, HALF).name == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert _choose_on_gpu(LAYERS, PARAMS, 16, HALF).name == "flash_attn_3"
+    assert _choose_on_gpu(LAYERS, PARAMS, 16, FLOAT8_PAGES).name == "triton"
+
+
+@needs_triton
+def test_a_backend_whose_kernels_fail_on_this_gpu_is_left_out(
+    failures: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    failures["flash_attn"] = "attention with keys in 4 parts gives other results"
+    assert _choose_on_gpu(LAYERS, PARAMS, 256, HALF).name == "torch_varlen"
+    assert "flash_attn is left out: attention with keys in 4 parts gives other results" in caplog.text
+    failures |= {"torch_varlen": "no kernel image", "triton": "OutOfResources: shared memory"}
+    selector._failures.clear()
+    assert _choose_on_gpu(LAYERS, PARAMS, 256, HALF).name == "torch"
+    assert "Triton's kernels fail here: OutOfResources: shared memory" in caplog.text
+
+
+@needs_triton
+def test_kernels_are_checked_once_however_often_a_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.attention import gpu_backends
+
+    checked: list[str] = []
+    monkeypatch.setattr(gpu_backends, "failure_of", lambda backend, *_: checked.append(backend.name))
+    for _ in range(2):
+        _choose_on_gpu([*LAYERS, *LAYERS], [*PARAMS, *PARAMS], 16, HALF)
+    assert checked == ["triton"]
+    _choose_on_gpu(LAYERS, [AttentionParams(0.125, window=9)], 16, HALF)
+    assert checked == ["triton"] * 2
+
+
 def test_without_triton_torch_gathers_pages_and_the_log_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "workers.attention.gpu_backends", None)
-    monkeypatch.delattr("workers.attention.gpu_backends", raising=False)
+    monkeypatch.setattr(selector, "triton_failure", lambda: "RuntimeError: Failed to find C compiler")
     assert _choose_on_gpu(LAYERS, PARAMS, 16, HALF).name == "torch"
-    assert "attention is slow: every step gathers its pages" in caplog.text
+    assert "attention is slow: every step gathers its pages, because Triton's kernels do not run" in caplog.text
+    assert "Failed to find C compiler" in caplog.text
 
 
 def test_on_a_cpu_heads_that_are_too_large_for_the_kernel_are_gathered_by_torch() -> None:

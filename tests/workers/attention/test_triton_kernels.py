@@ -12,8 +12,7 @@ from tests.support.triton_device import DEVICE, NAN, TOLERANCES, assert_same, ra
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES, INT8_PAGES, QuantizedPages
 
 attend, store, LayerPages = triton_kernels.attend, triton_kernels.store, triton_kernels.LayerPages
-choose_num_segments, choose_tiles = triton_kernels.choose_num_segments, triton_kernels.choose_tiles
-make_workspace = triton_kernels.make_workspace
+choose_tiles, WorkLists = triton_kernels.choose_tiles, triton_kernels.WorkLists
 
 pytestmark = pytest.mark.usefixtures("triton_kernels_run")
 
@@ -47,6 +46,7 @@ class Case:
         # Strided like queries that are a part of a QKV product.
         self.queries = random(self.num_tokens, num_heads * dims[0] + 3, dtype=dtype)[:, 3:].unflatten(1, (-1, dims[0]))
         self.scale = 2.0 * dims[0] ** -0.5
+        self.num_programs = triton_kernels.TARGET_PROGRAMS
         self.scales: tuple[Tensor | None, Tensor | None] = (None, None)  # of keys, of values: [..., num_kv_heads]
 
     def quantize(self, dtype: torch.dtype) -> None:
@@ -65,19 +65,22 @@ class Case:
     def output(self, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
         num_heads, value_dim = self.queries.shape[1], self.values.shape[-1]
         output = torch.full((self.num_tokens, num_heads, value_dim), NAN, dtype=self.queries.dtype, device=DEVICE)
-        query_starts = [0, *itertools.accumulate(num_queries for num_queries, _ in self.sequences)]
+        lengths = torch.tensor([length for _, length in self.sequences], dtype=torch.int32, device=DEVICE)
+        counts = [num_queries for num_queries, _ in self.sequences]
+        query_starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
         attend(
             self.queries,
             LayerPages(self.keys, self.values, *self.scales),
-            torch.tensor(query_starts, dtype=torch.int32, device=DEVICE),
-            torch.tensor([length for _, length in self.sequences], dtype=torch.int32, device=DEVICE),
+            query_starts,
+            lengths,
             self.block_table,
             output,
             self.scale,
-            make_workspace(num_heads, self.values.shape[2], value_dim, DEVICE),
             window,
             softcap,
             sinks,
+            (min(counts), max(counts)),
+            WorkLists(query_starts, lengths, self.num_programs),
         )
         return output
 
@@ -149,13 +152,60 @@ def test_windows_soft_caps_and_sinks(
     assert_same(case.output(window, softcap, sinks), case.expected(window, softcap, sinks))
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 40), (torch.bfloat16, 16), (torch.float16, 300)])
-def test_a_sequence_may_have_fewer_keys_than_programs_that_share_them(dtype: torch.dtype, width: int) -> None:
-    case = Case(DECODES, (3, 1), dtype=dtype, width=width)
-    assert choose_num_segments(len(DECODES), 1, width * 16) == {16: 2, 40: 4, 300: 32}[width]
-    output = case.output()
-    assert_same(output, case.expected())
-    assert (output[4] == 0).all(), "the output of padding is zero"
+@pytest.mark.parametrize(("num_programs", "dtype"), [(1, torch.float16), (6, torch.float32), (64, torch.bfloat16)])
+def test_keys_may_be_divided_among_any_number_of_programs(
+    num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "MIN_PART_KEYS", 1)
+    monkeypatch.setattr(triton_kernels, "REDUCED_PARTS", 4)
+    window = None if num_programs == 6 else 300
+    for others in ([(1, 500)], [(3, 500), (4, 90), (5, 5)], [(1, 500), (40, 200), (2, 300)]):
+        case = Case([*DECODES, *others], (3, 1), (16, 16), dtype=dtype)
+        case.num_programs = num_programs
+        output = case.output(window)
+        assert_same(output, case.expected(window))
+        assert (output[4] == 0).all(), "the output of padding is zero"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_work_list_divides_all_keys_into_parts_of_equal_size(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "MIN_PART_KEYS", (128, 1)[seed % 2])
+    generator = torch.Generator().manual_seed(seed)
+    num_sequences, num_extra = (1, 5, 33, 64)[seed], (16, 3, 8, 40)[seed]
+    lengths = torch.randint(0, 900, (num_sequences,), generator=generator, dtype=torch.int32)
+    lengths[0] = 5000
+    num_queries = torch.randint(0, 7, (num_sequences,), generator=generator).minimum(lengths)
+    num_queries[0] = 1
+    query_starts = torch.cat([torch.zeros(1), num_queries.cumsum(0)]).int()
+    window = None if seed < 2 else 700
+    lists = WorkLists(query_starts.to(DEVICE), lengths.to(DEVICE), 3 * num_extra)
+    work = lists.of_keys(4, 3, window, 32)
+    assert lists.of_keys(4, 3, window, 32) is work
+    *starts, num_parts, tiles_each = work.part_starts.tolist()
+    owners = work.sequence_of_program.tolist()
+    assert len(owners) == num_sequences + num_extra >= num_parts, "there is a program for every part"
+    tiles = []
+    for count, length in zip(num_queries.tolist(), lengths.tolist(), strict=True):
+        begin = max(0, length - count + 1 - window) // 32 * 32 if window else 0  # what the first query sees
+        tiles.append(-(-(length - begin) // 32) if 1 <= count <= 4 else 0)
+    assert tiles_each == max(-(-sum(tiles) // num_extra), (4, 1)[seed % 2])
+    assert [stop - start for start, stop in itertools.pairwise([*starts, num_parts])] == [
+        -(-count // tiles_each) for count in tiles
+    ]
+    expected = [sequence for sequence, count in enumerate(tiles) for _ in range(-(-count // tiles_each))]
+    assert owners == expected + [num_sequences] * (len(owners) - num_parts)
+
+
+def test_a_work_list_divides_the_queries_of_prompts_into_tiles() -> None:
+    num_queries = [1, 40, 0, 7, 8, 16, 3, 129]
+    query_starts = torch.tensor([0, *itertools.accumulate(num_queries)], dtype=torch.int32, device=DEVICE)
+    lists = WorkLists(query_starts, query_starts[1:] + 5)
+    work = lists.of_queries(8, sum(num_queries), 16)
+    num_tiles = [-(-count // 16) if count >= 8 else 0 for count in num_queries]
+    assert work.part_starts.tolist()[:-1] == [0, *itertools.accumulate(num_tiles)]
+    expected = [sequence for sequence, count in enumerate(num_tiles) for _ in range(count)]
+    owners = work.sequence_of_program.tolist()
+    assert owners == expected + [len(num_queries)] * (len(owners) - len(expected))
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -181,16 +231,6 @@ def test_tiny_scales_of_values_are_not_lost_in_float16() -> None:
     assert case.scales[1] is not None
     case.scales = (case.scales[0], case.scales[1] * 1e-4)
     assert_same(case.output(), case.expected(), 5e-3)
-
-
-def test_segments_are_a_power_of_two_and_fit_the_workspace() -> None:
-    for num_sequences, num_kv_heads, width in itertools.product(range(1, 300), (1, 2, 3, 8, 32), (1, 100, 4000)):
-        num_segments = choose_num_segments(num_sequences, num_kv_heads, 16 * width)
-        assert num_segments in (1, 2, 4, 8, 16, 32) and num_segments * 128 <= max(16 * width, 128)
-        if num_segments > 1:
-            workspace = make_workspace(4 * num_kv_heads, num_kv_heads, 8, torch.device("cpu"))
-            assert num_sequences * 4 * num_kv_heads * num_segments * (8 + 2) <= workspace.numel()
-    assert choose_num_segments(1, 8, 8192) == 32 and choose_num_segments(64, 8, 8192) == 1
 
 
 def test_a_tile_holds_all_query_heads_of_a_key_head() -> None:
