@@ -90,7 +90,9 @@ def _by_worker(
     loaded = ModelManager(str(session.device)).load(folder, dtype, None)
     engine = InProcessEngine(loaded, num_blocks=128, block_size=BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=256)
     if session.on_gpu and engine.runner.attention.supports_cuda_graphs:
-        engine.runner.capture_decodes(CudaCapture())
+        capture = CudaCapture()
+        engine.runner.capture_decodes(capture)
+        engine.runner.capture_mixed_steps(capture)
     sequences = [engine.add(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in prompts]
     engine.run()
     seen: list[Tensor] = []

@@ -20,7 +20,7 @@ from workers.layers.fused_decoder import FusedDecoder, fuse_layers
 from workers.layers.linear import DenseWeight
 from workers.loading import model_manager
 from workers.loading.model_manager import ModelManager
-from workers.runner import model_runner
+from workers.runner import mixed_graphs, model_runner
 
 if DEVICE.type != "cpu":
     pytest.skip("the steps of a GPU are tested by benchmarks/gpu", allow_module_level=True)
@@ -46,8 +46,13 @@ def test_whole_steps_with_triton_and_graphs_give_the_tokens_of_generate(
     loaded = ModelManager("cpu").load(tmp_path, "float32", None)
     assert isinstance(loaded.decoder, FusedDecoder) and loaded.decoder._cpu_decoder is None
     engine = InProcessEngine(loaded, num_blocks=12, block_size=16, max_num_seqs=3, max_num_batched_tokens=24)
-    assert engine.runner.self_check() < 1e-5
     engine.runner.capture_decodes(capture)
+    monkeypatch.setattr(mixed_graphs, "NUM_TOKENS", (6, 24))
+    engine.runner.capture_mixed_steps(capture)
+    assert engine.runner._mixed_graphs is not None
+    assert engine.runner._graphs is not None and len(engine.runner._graphs._graphs) == 3
+    assert engine.runner.self_check() < 1e-5 and len(engine.runner._graphs._graphs) == 3, "graphs are checked, too"
+    assert sorted(engine.runner._mixed_graphs._graphs) == [6, 24]
     prompts, lengths = ([5, 9, 17], list(range(3, 32)), [100, 101, 102, 103] * 3), (5, 3, 4)
     sequences = [engine.add(prompt, max_tokens=n) for prompt, n in zip(prompts, lengths, strict=True)]
     engine.run()

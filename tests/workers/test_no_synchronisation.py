@@ -33,6 +33,7 @@ from workers.attention.interface import AttentionMetadata, AttentionParams, Page
 from workers.attention.torch_backend import QueryGroup, TorchAttention
 from workers.batch import Batch
 from workers.device.transfer import DeviceEvent, synchronization_refused, to_host
+from workers.kv_cache import kv_connector
 from workers.kv_cache.kv_quantization import PlainPages
 from workers.layers import layer_replacement
 from workers.layers.fused_decoder import FusedDecoder, fuse_layers
@@ -134,15 +135,17 @@ class TorchOps:
 
 
 class CapturableAttention(TorchAttention):
-    """Attention whose decode steps depend on tensors alone, so a replay sees their new contents."""
+    """Attention whose steps depend on tensors alone, so a replay sees their new contents."""
 
     supports_cuda_graphs = True
 
     def prepare(self, metadata: AttentionMetadata) -> list[QueryGroup]:
-        if metadata.num_queries.max() > 1:
-            return super().prepare(metadata)
-        at = torch.arange(len(metadata.num_queries), device=metadata.lengths.device)[:, None]
-        return [QueryGroup(at, (metadata.lengths.long() - 1)[:, None].clamp(min=0), metadata.block_table)]
+        """Make a group of all tokens, each with its sequence's table. Padding gets any sequence's."""
+        starts, lengths = metadata.query_starts.long(), metadata.lengths.long()
+        tokens = torch.arange(len(metadata.slot_mapping), device=lengths.device)
+        rows = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=len(lengths) - 1)
+        positions = (lengths[rows] - starts[rows + 1] + tokens).clamp(min=0)
+        return [QueryGroup(tokens[:, None], positions[:, None], metadata.block_table[rows])]
 
     def attend(
         self, step: PagedStep, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
@@ -186,6 +189,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     triton_sampler.Filters = lambda *filters: filters  # type: ignore[attr-defined]
     triton_sampler.sample = lambda *args: launch(*args[:3], *(args[3] or ()))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "workers.sampling.triton_sampler", triton_sampler)
+    monkeypatch.setattr(sampler, "_triton_failure", lambda *_: None)
     monkeypatch.setattr(model_runner, "choose_attention", lambda *_: CapturableAttention(PlainPages(torch.float32)))
     return gpu
 
@@ -263,24 +267,49 @@ def test_a_launch_does_not_wait_with_few_slots_chunked_prompts_and_preemptions(
     assert gpu_engine.manager.num_preemptions > 0 and not gpu.waits
 
 
-def test_a_launch_of_a_graph_does_not_wait(demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu) -> None:
-    num_replays = 0
+def test_a_launch_does_not_wait_for_blocks_that_are_stored_and_loaded(
+    demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, cpu_engine = engines(demo, on_gpu, gpu)
+    monkeypatch.setattr(kv_connector, "STAGED_BYTES", 40_000)  # few blocks at a time
+    with gpu:
+        gpu_engine = EngineAhead(
+            on_gpu,
+            gpu.launching,
+            num_blocks=14,
+            block_size=4,
+            make_connector=lambda cache: kv_connector.OffloadingConnector(cache, 40),
+        )
+    for _ in range(3):
+        assert play(gpu_engine, REQUESTS["everything"]) == play(cpu_engine, REQUESTS["everything"])
+    assert gpu_engine.manager.kv_connector.num_loaded_blocks > 5 and not gpu.waits
 
-    def capture_counting(compute: Callable[[], None]) -> Repeated:
-        def replay() -> None:
-            nonlocal num_replays
-            num_replays += 1
+
+@pytest.mark.parametrize("has_mixed", [False, True], ids=["decodes", "all"])
+def test_a_launch_of_a_graph_does_not_wait(
+    has_mixed: bool, demo: LoadedModel, on_gpu: LoadedModel, gpu: SimulatedGpu
+) -> None:
+    num_replays = {"decodes": 0, "mixed steps": 0}
+
+    def counting(kind: str) -> Callable[[Callable[[], None]], Repeated]:
+        def capture(compute: Callable[[], None]) -> Repeated:
+            def replay() -> None:
+                num_replays[kind] += 1
+                compute()
+
             compute()
+            return Repeated(replay)
 
-        compute()
-        return Repeated(replay)
+        return capture
 
     gpu_engine, cpu_engine = engines(demo, on_gpu, gpu, num_blocks=60)
     with gpu:
-        gpu_engine.runner.capture_decodes(capture_counting)
+        gpu_engine.runner.capture_decodes(counting("decodes"))
+        if has_mixed:
+            gpu_engine.runner.capture_mixed_steps(counting("mixed steps"))
     for name in ("greedy", "everything"):
         assert play(gpu_engine, REQUESTS[name]) == play(cpu_engine, REQUESTS[name])
-    assert num_replays >= 8 and not gpu.waits
+    assert num_replays["decodes"] >= 8 and (num_replays["mixed steps"] > 0) == has_mixed and not gpu.waits
 
 
 def test_with_a_grammar_whose_masks_are_in_time_a_launch_waits_for_the_previous_step_only(
@@ -365,7 +394,9 @@ def on_real_gpu() -> LoadedModel:
 def test_on_a_gpu_a_launch_does_not_wait(name: str, has_graphs: bool, on_real_gpu: LoadedModel) -> None:
     engine = EngineAhead(on_real_gpu, nullcontext, num_blocks=200, block_size=16, max_num_batched_tokens=40)
     if has_graphs:
-        engine.runner.capture_decodes(CudaCapture())
+        capture = CudaCapture()
+        engine.runner.capture_decodes(capture)
+        engine.runner.capture_mixed_steps(capture)
     play(engine, REQUESTS[name], num_forks=1)  # compiles kernels and captures graphs, which may wait
     engine._launching = synchronization_refused
     play(engine, REQUESTS[name], num_forks=1)

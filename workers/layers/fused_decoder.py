@@ -97,7 +97,7 @@ class FusedLayer:
         return paged.backend.rotate_and_attend(paged, self._layer, qkv, rotation, parts.head_norms, parts.attention)
 
     def finish(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Compute the rest of the layer, in which tokens are independent of each other."""
+        """Compute the rest of the layer, in which tokens are independent of each other. `x` may be overwritten."""
         parts, ops = self.parts, self._ops
         x = parts.output.multiply_add(attended, x)
         gate_up = parts.gate_up.multiply(ops.norm(x, *parts.mlp_norm))
@@ -168,12 +168,12 @@ class FusedDecoder(nn.Module):
         *layers, last = self._layers
         for index, layer in enumerate(layers):
             if tap is not None:
-                tap.keep(index, x)
+                tap.keep_copy(index, x)
             x = layer.finish(layer.attend(x, rotation, paged), x)
         attended, indices = last.attend(x, rotation, paged), paged.logits_indices
-        is_whole = not is_last_stage or indices is None or len(indices) == len(x)
+        is_whole = not is_last_stage or indices is None or len(indices) >= len(x)
         if tap is not None:
-            tap.keep(len(layers), x)
+            tap.keep_copy(len(layers), x)
             is_whole = is_whole or len(self._layers) in tap.layers
         if is_whole:
             x = last.finish(attended, x)

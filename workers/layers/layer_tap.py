@@ -22,6 +22,11 @@ class LayerTap:
         if layer in self.layers:
             self._kept[layer] = x
 
+    def keep_copy(self, layer: int, x: Tensor) -> None:
+        """Keep x [num_tokens, hidden_size], which the layer may overwrite, if the layer is one of those."""
+        if layer in self.layers:
+            self._kept[layer] = x.clone()
+
     def take(self) -> Tensor:
         """Return the hidden states side by side [num_tokens, num_layers * hidden_size], and keep them no longer."""
         kept, self._kept = self._kept, {}

@@ -28,7 +28,7 @@ class Weight(Protocol):
         """Return x W' + b."""
 
     def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + x W' + b, rounded once if there is no bias."""
+        """Return residual + x W' + b, rounded once if there is no bias. `residual` may be overwritten."""
 
 
 class LinearMethod(Protocol):
@@ -77,7 +77,8 @@ class DenseWeight:
         return F.linear(x, self._weight, self._bias)
 
     def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return torch.addmm(residual if self._bias is None else residual + self._bias, x, self._weight.T)
+        # In place: out of place, torch first copies the residual, a kernel more for each of a layer's two products.
+        return (residual if self._bias is None else residual + self._bias).addmm_(x, self._weight.T)
 
 
 class SideBySideWeight:

@@ -1,9 +1,9 @@
 """Run decode steps as CUDA graphs: one launch in place of hundreds, which are most of a small model's step time.
 
 A graph repeats what was launched once, at fixed addresses. So it is captured for a number of rows, and every step of
-that many rows or somewhat fewer is copied into its inputs. Padding rows have length 0 and write to no cell. The largest
-graph is captured when the worker loads: its memory is then known, and the others share all of it. Each of them is
-captured when it is first needed, so that serving begins in seconds.
+that many rows or somewhat fewer is copied into its inputs. Padding rows have length 0 and write to no cell. All graphs
+are captured when the worker loads, in a second or two: a capture computes the step three times, and in service all
+streams would wait for it. The largest comes first, and the others share its memory.
 
 All graphs read the same inputs and write the same logits, each the first rows of them. That is safe because they are
 launched into one stream, which executes steps one after the other. The kernels that read a step's logits, to choose its
@@ -13,11 +13,10 @@ tokens, are launched before the next step's inputs are filled, and the host neve
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +25,8 @@ from torch import Tensor
 from workers.attention.interface import AttentionMetadata
 from workers.batch import Batch
 from workers.device.transfer import synchronization_refused
-
-log = logging.getLogger("servekit.worker")
+from workers.device.triton_support import kernel_errors
+from workers.runner.step_graphs import Capture, Replay, StepGraphs
 
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -35,18 +34,10 @@ NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
 
 
-class Replay(Protocol):
-    """A captured graph."""
+class DecodeGraphs(StepGraphs):
+    """All graphs of steps in which each row computes one token and samples the next, by number of rows."""
 
-    def replay(self) -> None:
-        """Compute again, with the present content of the inputs."""
-
-
-Capture = Callable[[Callable[[], None]], Replay]  # captures what the function launches; raises RuntimeError
-
-
-class DecodeGraphs:
-    """All decode graphs of one model."""
+    steps = "decode steps of %d rows"
 
     def __init__(
         self,
@@ -59,59 +50,30 @@ class DecodeGraphs:
         capture: Capture,
     ) -> None:
         """Allocate inputs and logits; `table_width` is how many blocks the longest sequence can have."""
-        self._forward = forward
-        self._capture = capture
         smaller = [num_rows for num_rows in NUM_ROWS if num_rows < max_num_rows]
-        self._sizes = [*smaller, max_num_rows] if max_num_rows <= NUM_ROWS[-1] else smaller
-        self._inputs = _Inputs.make(self._sizes[-1], table_width, block_size, device)
-        self._logits = torch.zeros(self._sizes[-1], vocab_size, dtype=torch.float32, device=device)
-        self._graphs: dict[int, Replay | None] = {}  # by number of rows; None cannot be captured
+        sizes = [*smaller, max_num_rows] if max_num_rows <= NUM_ROWS[-1] else smaller
+        super().__init__(sizes, torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=device), capture)
+        self._forward = forward
+        self._inputs = _Inputs.make(sizes[-1], table_width, block_size, device)
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """Return logits [num_rows, vocab_size] in float32, valid for kernels that are launched before the next run.
-
-        Returns None, and does nothing, unless each row computes one token and samples the next, and there is a graph of
-        that size.
-        """
-        num_rows = len(batch.attention.num_keys)
+    def _can_hold(self, batch: Batch) -> bool:
+        num_rows = self._size_of(batch)
         is_decode = len(batch.position_ids) == num_rows == len(batch.sampling) and not batch.prompt_logprobs
-        if not is_decode or num_rows > self._sizes[-1]:
-            return None
-        size = next(size for size in self._sizes if size >= num_rows)
-        if size not in self._graphs:
-            self._try_to_capture(size)
-        graph = self._graphs[size]
-        if graph is None:
-            return None
+        return is_decode and num_rows <= self._sizes[-1]
+
+    def _size_of(self, batch: Batch) -> int:
+        return len(batch.attention.num_keys)
+
+    def _fill(self, batch: Batch, size: int) -> None:
         self._inputs.fill(batch, size)
-        graph.replay()
-        return self._logits[:num_rows]
 
-    def capture_largest(self) -> None:
-        """Capture the largest graph. Raises RuntimeError if that fails."""
-        self._graphs[self._sizes[-1]] = self._captured(self._sizes[-1])
-
-    def _try_to_capture(self, size: int) -> None:
-        self._graphs[size] = None
-        try:
-            self._graphs[size] = self._captured(size)
-        except RuntimeError as error:  # also out of memory, which may happen late, with the service full
-            log.warning(
-                "capturing a CUDA graph failed; decode steps of %d rows are launched one kernel at a time: %s",
-                size,
-                error,
-            )
-
-    def _captured(self, size: int) -> Replay:
-        # Capturing computes, too. What an earlier step left in the inputs may name cells of other sequences by now.
+    def _clear(self, size: int) -> None:
         self._inputs.clear(size)
-        inputs, logits = self._inputs.first(size), self._logits[:size]
 
-        def compute() -> None:
-            # The model's logits are in its own dtype; the copy converts them to float32.
-            logits.copy_(self._forward(inputs.token_ids[None], inputs.positions[None], inputs.attention))
-
-        return self._capture(compute)
+    def _compute(self, size: int) -> None:
+        inputs = self._inputs.first(size)
+        # The model's logits are in its own dtype; the copy converts them to float32.
+        self.logits[:size].copy_(self._forward(inputs.token_ids[None], inputs.positions[None], inputs.attention))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +144,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], None]) -> Replay:
-        """Capture what `compute` launches. Raises RuntimeError, also where something in it waits for the device."""
+        """Capture what `compute` launches. Raises one of kernel_errors(), also where it waits for the device."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -200,9 +162,11 @@ class CudaCapture:
     def _captured(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # By default, no thread of the process may call what is forbidden in a capture. Those of libraries, such as
+            # NCCL's, ask for events at any time.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 compute()
-        except RuntimeError:
+        except kernel_errors():
             # Where the driver cancelled the capture, torch still believes that it is under way. It would refuse to free
             # memory, which it has to do when there is none left.
             with contextlib.suppress(RuntimeError, AttributeError):  # the latter if a version of torch renames it

@@ -40,6 +40,7 @@ from workers.attention.selector import choose_attention
 from workers.batch import Batch, SlotTable, make_batch
 from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, held_bytes, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
+from workers.device.triton_support import kernel_errors
 from workers.kv_cache.block_ring import LAYOUT_BYTES, BlockRing
 from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
@@ -52,7 +53,7 @@ from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.lora.lora_step import NO_ADAPTER
 from workers.parallel.ranks import Ranks
-from workers.runner.cuda_graphs import Capture, CudaCapture, DecodeGraphs
+from workers.runner.cuda_graphs import CudaCapture, DecodeGraphs
 from workers.runner.interface import OutOfMemory, Pending
 from workers.runner.memory_profiling import (
     CPU_KV_CACHE_BYTES,
@@ -64,7 +65,9 @@ from workers.runner.memory_profiling import (
     measure_memory_use,
     num_blocks_in,
 )
+from workers.runner.mixed_graphs import MixedGraphs
 from workers.runner.oom_retry import MIN_TOKENS, merge_results, raises_out_of_memory, split_plan
+from workers.runner.step_graphs import Capture
 from workers.sampling.logprobs import (
     PendingPromptLogprobs,
     PendingSampledLogprobs,
@@ -72,7 +75,7 @@ from workers.sampling.logprobs import (
     sampled_logprobs,
 )
 from workers.sampling.penalties import adjust
-from workers.sampling.sampler import sample
+from workers.sampling.sampler import sample, warm_up
 from workers.sampling.structured_output import GrammarBatch, GrammarMasks
 from workers.sampling.token_bans import ban
 from workers.speculation.choose import load_drafter
@@ -206,6 +209,7 @@ class ModelRunner:
         self.connector: KVConnector | None = None
         self._transfers: TransferReport | None = None  # report of the newest step
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None  # graphs of steps with prompts
         self._lora_graphs: DecodeGraphs | None = None  # graphs of decodes with adapters
         self._finished_s = 0.0  # when the last step was seen to be complete
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
@@ -259,7 +263,7 @@ class ModelRunner:
         Where memory does not hold the step at once, it is computed in parts. Raises OutOfMemory if that does not help.
         Nothing in here waits for the device, with these exceptions: rows with a grammar wait for the step before this
         one, and for this one's forward pass if their masks are late; drafts wait for the steps before this one; parts
-        wait for each other; capturing a graph waits, and so do reading an adapter and the transfers of a KV connector.
+        wait for each other; so do reading an adapter, and transfers to and from the disk of a KV connector.
         """
         launched_s = time.monotonic()
         plan, batch = self._prepare(plan)
@@ -474,10 +478,11 @@ class ModelRunner:
         return logits, of_prompts
 
     def _replay(self, batch: Batch) -> Tensor | None:
-        """Return the logits of a step that a graph computes, as DecodeGraphs.run does; None for any other step."""
+        """Return the logits of a step that a graph computes, as StepGraphs.run does; None for any other step."""
         places = batch.adapter_places
-        if self._graphs is None or places is None:
-            return None if self._graphs is None else self._graphs.run(batch)
+        if places is None:
+            logits = None if self._graphs is None else self._graphs.run(batch)
+            return self._mixed_graphs.run(batch) if logits is None and self._mixed_graphs is not None else logits
         if self._lora_graphs is None or len(places) > len(batch.attention.num_keys):
             return None
         if len(places) <= len(self._graph_places):
@@ -503,6 +508,12 @@ class ModelRunner:
         """Return logits [num_tokens, vocab_size], in the model's own dtype, of a step of chunks of one token each."""
         return self._logits(input_ids, position_ids, PagedStep(self.attention, self.cache, attention), 0)
 
+    def _forward_mixed(
+        self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata, indices: Tensor
+    ) -> Tensor:
+        """Return logits [num_indices, vocab_size], in the model's own dtype, of a step of any chunks."""
+        return self._logits(input_ids, position_ids, PagedStep(self.attention, self.cache, attention, indices), indices)
+
     def _forward_adapted_decodes(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionMetadata) -> Tensor:
         """Like `_forward_decodes`, with the adapters in the places that `_graph_places` holds."""
         pool = self.loaded.lora
@@ -527,17 +538,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decodes(self, capture: Capture) -> None:
-        """Let decode steps be replays of graphs from now on. Raises what capturing the first graph raises."""
+        """Let decode steps be replays of graphs from now on. Raises what capturing the largest graph raises."""
         max_rows, width = len(self.table.num_blocks), self.table.block_tables.shape[1]
         sizes = (max_rows, width, self.cache.block_size, self.loaded.info.vocab_size)
         graphs = DecodeGraphs(self._forward_decodes, *sizes, self.loaded.device, capture)
-        graphs.capture_largest()
+        graphs.capture_all()
         self._graphs = graphs
         if self.loaded.lora is not None:  # a second set: steps without adapters do not pay for them
             self._graph_places = torch.full((max_rows,), NO_ADAPTER, device=self.loaded.device)
             adapted = DecodeGraphs(self._forward_adapted_decodes, *sizes, self.loaded.device, capture)
-            adapted.capture_largest()
+            adapted.capture_all()
             self._lora_graphs = adapted
+
+    @torch.inference_mode()
+    def capture_mixed_steps(self, capture: Capture) -> None:
+        """Let small steps with prompts be replays of graphs, too. Call it after `capture_decodes`.
+
+        Raises what capturing the largest graph raises.
+        """
+        assert self._graphs is not None
+        width, max_tokens = self.table.block_tables.shape[1], self._settings.max_num_batched_tokens
+        logits = self._graphs.logits  # of one step at a time
+        graphs = MixedGraphs(self._forward_mixed, max_tokens, width, self.cache.block_size, logits, capture)
+        graphs.capture_all()
+        self._mixed_graphs = graphs
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -555,7 +579,8 @@ class ModelRunner:
     def self_check(self) -> float:
         """Compare logits over KV pages with those of transformers for the same tokens; return the relative distance.
 
-        Raises ConfigError when they differ: refusing a model is better than serving wrong answers.
+        Raises ConfigError when they differ: refusing a model is better than serving wrong answers. CUDA graphs that
+        give other logits are left out.
         """
         info, sample = self.loaded.info, self.loaded.sample
         is_exact = self.attention.page_dtype is self.loaded.dtype
@@ -563,7 +588,11 @@ class ModelRunner:
         max_tokens = len(sample.token_ids) if is_exact else ROUNDED_TOKENS
         num_tokens = min(len(sample.token_ids), max_tokens, self.cache.num_blocks * self.cache.block_size)
         plain = sample.logits[num_tokens - 1]
-        paged = self._run_in_chunks(sample.token_ids[:num_tokens])
+        paged = self._run_in_chunks(sample.token_ids[:num_tokens], self._self_check_ends(num_tokens))
+        if (
+            self.loaded.device.type == "cuda"
+        ):  # all at once: from 65 rows on, quantized weights are multiplied otherwise
+            paged = torch.cat([paged, self._run_in_chunks(sample.token_ids[:num_tokens], [num_tokens])])
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
         # Where sums are rounded differently, activations may be rounded to the next step of eight bits.
         is_near = is_exact and not self.loaded.rounds_activations
@@ -577,14 +606,17 @@ class ModelRunner:
             )
         return distance
 
-    def _run_in_chunks(self, token_ids: tuple[int, ...]) -> Tensor:
+    def _self_check_ends(self, num_tokens: int) -> list[int]:
+        """Return where the chunks of the self-check end."""
+        # The last chunks have 5, 3 and 1 tokens, because C computes steps of more and of fewer rows differently.
+        possible_ends = {num_tokens // 2, num_tokens - 9, num_tokens - 4, num_tokens - 1, num_tokens}
+        return sorted(end for end in possible_ends if end > 0)
+
+    def _run_in_chunks(self, token_ids: tuple[int, ...], ends: list[int]) -> Tensor:
         """Return [2, vocab_size]: the last logits of a sequence computed in chunks, and again from the head alone."""
         num_tokens, block_size = len(token_ids), self.cache.block_size
         blocks = tuple(reversed(range(-(-num_tokens // block_size))))
         assignment = SlotAssignment(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
-        # The last chunks have 5, 3 and 1 tokens, because C computes steps of more and of fewer rows differently.
-        possible_ends = {num_tokens // 2, num_tokens - 9, num_tokens - 4, num_tokens - 1, num_tokens}
-        ends = sorted(end for end in possible_ends if end > 0)
         for start, stop in zip([0, *ends], ends, strict=False):
             new_blocks = () if start else blocks
             chunk = ScheduledChunk(0, start, stop - start, token_ids[start:stop], new_blocks, samples=True)
@@ -593,7 +625,16 @@ class ModelRunner:
             with computed_once(self.loaded.decoder):
                 logits = self._forward(batch, batch.logits_indices)
                 from_head = self._forward(batch, batch.logits_indices)
+            self._check_graphs(batch, logits)
         return torch.cat([logits, from_head])
+
+    def _check_graphs(self, batch: Batch, logits: Tensor) -> None:
+        """Compare all graphs that can hold a step with its logits, which were computed without them."""
+        if self._lora_graphs is not None:
+            self._graph_places.fill_(NO_ADAPTER)
+        for graphs in (self._graphs, self._lora_graphs, self._mixed_graphs):
+            if graphs is not None:
+                graphs.check(batch, logits, SELF_CHECK_TOLERANCE[self.loaded.dtype])
 
 
 def _layer_shapes(loaded: LoadedModel, settings: LoadModel) -> list[LayerShape]:
@@ -613,6 +654,7 @@ def make_runner(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter
     """
     if loaded.device.type != "cuda":
         return ModelRunner(loaded, settings, drafter)
+    warm_up(loaded.info.vocab_size, loaded.device)
     if not settings.num_kv_blocks and not settings.kv_cache_memory_bytes:
         use, utilization = _measure_memory_use(loaded, settings, drafter), settings.gpu_memory_utilization
         log.info("%s", explain(use, utilization))
@@ -689,10 +731,16 @@ def _capture(runner: ModelRunner) -> None:
             "decode steps are launched one kernel at a time: the drafter reads hidden states, which graphs drop"
         )
         return
-    try:
-        runner.capture_decodes(CudaCapture())
-    except RuntimeError as error:  # a model's own layers may contain operations that no graph can capture
-        log.warning("decode steps are launched one kernel at a time: capturing a CUDA graph failed: %s", error)
+    capture = CudaCapture()
+    for steps, capture_steps in (
+        ("decode steps", runner.capture_decodes),
+        ("steps with prompts", runner.capture_mixed_steps),
+    ):
+        try:
+            capture_steps(capture)
+        except kernel_errors() as error:  # a model's own layers may contain operations that no graph can capture
+            log.warning("%s are launched one kernel at a time: capturing a CUDA graph failed: %s", steps, error)
+            return
 
 
 def _measure_memory_use(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None) -> MemoryUse:

@@ -13,9 +13,12 @@ from torch import Tensor
 from servekit.protocol.sampling_params import SamplingParams
 from workers.attention.interface import AttentionMetadata
 from workers.batch import Batch, PromptLogprobsChunk, SamplingRow
-from workers.runner.cuda_graphs import Capture, DecodeGraphs, Forward, Replay
+from workers.device.triton_support import kernel_errors
+from workers.runner.cuda_graphs import DecodeGraphs, Forward
+from workers.runner.step_graphs import Capture, Replay
 
 CPU = torch.device("cpu")
+TritonError = kernel_errors()[-1]  # RuntimeError where Triton is not installed
 
 
 @dataclass
@@ -84,6 +87,7 @@ def make_graphs(model: Forward, max_num_rows: int = 20, capture: Capture = captu
 def test_rows_beyond_a_smaller_step_are_padding() -> None:
     model = Model()
     graphs = make_graphs(model)
+    graphs.capture_all()
     for seed, num_rows in enumerate([16, 9, 13, 16, 20, 17, 3, 4, 1]):
         batch = batch_of(num_rows, 1 + seed % 4, seed)
         output = graphs.run(batch)
@@ -95,16 +99,16 @@ def test_rows_beyond_a_smaller_step_are_padding() -> None:
         assert torch.equal(model.seen.block_table[:num_rows, : 1 + seed % 4], batch.attention.block_table)
 
 
-def test_the_largest_graph_is_captured_first_and_each_other_when_it_is_needed() -> None:
+def test_all_graphs_are_captured_before_the_first_step_the_largest_first() -> None:
     model = Model()
     graphs = make_graphs(model)
-    graphs.capture_largest()
-    assert model.sizes == [20]
+    assert graphs.run(batch_of(5, 1)) is None, "nothing is captured while people wait"
+    graphs.capture_all()
+    assert model.sizes == [20, 16, 8, 4, 2, 1]
     graphs.run(batch_of(5, 1))
     graphs.run(batch_of(7, 1))
-    assert model.sizes == [20, 8, 8, 8]  # captured once, then repeated twice
     graphs.run(batch_of(18, 1))
-    assert model.sizes == [20, 8, 8, 8, 20]
+    assert model.sizes[6:] == [8, 8, 20]
 
 
 def test_capturing_a_graph_sees_only_padding() -> None:
@@ -116,16 +120,38 @@ def test_capturing_a_graph_sees_only_padding() -> None:
         return torch.zeros(input_ids.shape[1], 5)
 
     graphs = make_graphs(model)
-    graphs.capture_largest()
-    graphs.run(batch_of(20, 1))
-    graphs.run(batch_of(7, 1))
-    padding = [([0] * size, [-1] * size) for size in (20, 8)]
-    assert (seen[0], seen[2]) == tuple(padding) and seen[1] not in padding and seen[3] not in padding
+    graphs._inputs.fill(batch_of(20, 1), 20)  # as a step before would leave them
+    graphs.capture_all()
+    assert seen == [([0] * size, [-1] * size) for size in (20, 16, 8, 4, 2, 1)]
+
+
+def test_a_graph_that_gives_other_logits_than_without_it_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def capture_eight_wrongly(compute: Callable[[], None]) -> Replay:
+        compute()
+        if model.sizes[-1] != 8:
+            return Repeated(compute)
+
+        def replay() -> None:
+            compute()
+            graphs.logits.add_(1000.0)
+
+        return Repeated(replay)
+
+    model = Model()
+    graphs = make_graphs(model, capture=capture_eight_wrongly)
+    graphs.capture_all()
+    batch = batch_of(1, 9)
+    graphs.check(batch, logits_of(batch, 9).float(), 1e-3)
+    assert sorted(graphs._graphs) == [1, 2, 4, 16, 20]
+    assert len(caplog.records) == 1 and "decode steps of 8 rows are launched one kernel" in caplog.messages[0]
+    graphs.check(batch, logits_of(batch, 9).float() * torch.nan, 1e-3)
+    assert not graphs._graphs, "NaN is no agreement"
 
 
 def test_all_graphs_share_inputs_and_logits() -> None:
     model, addresses = Model(), set()
     graphs = make_graphs(model)
+    graphs.capture_all()
     for num_rows in (20, 3, 16, 1, 20):
         logits = graphs.run(batch_of(num_rows, 9))
         assert logits is not None and model.seen is not None
@@ -136,23 +162,21 @@ def test_all_graphs_share_inputs_and_logits() -> None:
     assert len(addresses) == 1
 
 
-def test_failed_capture_is_logged_once_and_other_sizes_keep_their_graphs(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), TritonError("CUDA out of luck")])
+def test_failed_capture_is_logged_and_other_sizes_keep_their_graphs(
+    error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attempts = []
-
     def capture_large(compute: Callable[[], None]) -> Replay:
-        attempts.append(compute)
         repeated = capture(compute)
-        if model.sizes[-1] < 16:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if model.sizes[-1] == 8:
+            raise error
         return repeated
 
     model = Model()
     graphs = make_graphs(model, capture=capture_large)
-    graphs.capture_largest()
+    graphs.capture_all()
     assert graphs.run(batch_of(7, 1)) is None and graphs.run(batch_of(8, 1)) is None
-    assert len(attempts) == 2 and len(caplog.records) == 1
+    assert len(caplog.records) == 1
     assert caplog.messages[0].startswith(
         "capturing a CUDA graph failed; decode steps of 8 rows are launched one kernel at a time: CUDA"
     )
@@ -166,12 +190,13 @@ def test_failed_capture_of_the_largest_graph_is_raised() -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     with pytest.raises(RuntimeError, match="synchronizing"):
-        make_graphs(Model(), capture=fail).capture_largest()
+        make_graphs(Model(), capture=fail).capture_all()
 
 
 @pytest.mark.parametrize("max_num_rows", [1, 3, 256, 1000])
 def test_steps_other_than_decode_do_not_run_as_graphs(max_num_rows: int) -> None:
     graphs = make_graphs(Model(), max_num_rows)
+    graphs.capture_all()
     assert graphs.run(batch_of(1, 1)) is not None
     assert graphs.run(batch_of(min(max_num_rows, 256), 1)) is not None
     assert graphs.run(batch_of(min(max_num_rows, 256) + 1, 1)) is None
