@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,8 +22,7 @@ Indices = NDArray[np.int64]
 MIN_TEMPERATURE = 1e-5  # dividing by less overflows; at this temperature the result is greedy
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(msgspec.Struct, frozen=True):  # cheap to make: there is one for each row of each step
     """How one row of logits is sampled. A chunk with drafts has several, at consecutive positions."""
 
     sampling: SamplingParams
@@ -107,9 +107,10 @@ class SlotTable:
 
     def write(self, known: list[tuple[int, int, tuple[int, ...]]]) -> None:
         """Write token ids that the host knows, each as (slot, position of the first, ids)."""
-        token_ids = np.array([token_id for _, _, token_ids in known for token_id in token_ids], dtype=np.int32)
-        if not len(token_ids):
+        known = [each for each in known if each[2]]
+        if not known:
             return
+        token_ids = np.array([token_id for _, _, token_ids in known for token_id in token_ids], dtype=np.int32)
         cells = np.concatenate(
             [np.arange(len(token_ids)) + (slot * self.row_length + start) for slot, start, token_ids in known]
         )

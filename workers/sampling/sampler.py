@@ -9,35 +9,49 @@ SC 2011.)
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
 from servekit.protocol.sampling_params import SamplingParams
 from workers.batch import SamplingRow
 from workers.device.transfer import to_device
+from workers.device.triton_support import kernel_errors, triton_failure
+
+log = logging.getLogger("servekit.worker")
 
 _MASK64 = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on (seed, position) alone: two rounds of the SplitMix64 finaliser."""
-    return _mix(_mix(seed & _MASK64) ^ position) / 2**64
+    return float(_uniforms_of([seed], [position])[0])
 
 
-def _mix(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _MASK64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+def _uniforms_of(seeds: list[int], positions: list[int]) -> NDArray[np.float64]:
+    """Return `uniform` of each pair, all at once: one by one, 256 rows would take as long as a small model's step."""
+    of_seeds = _mix(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64))
+    return _mix(of_seeds ^ np.array(positions, dtype=np.uint64)) / 2.0**64
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a round of the finaliser for each number; sums and products are modulo 2**64."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     # The low bits are cleared, so that dividing by 2**64 is exact and never rounds up to 1.
-    return (state ^ (state >> 31)) & ~0x7FF
+    return (state ^ (state >> np.uint64(31))) & np.uint64(_MASK64 - 0x7FF)
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Return token ids [num_rows] for logits [num_rows, vocab_size]."""
     greedy = [row.is_greedy for row in rows]
-    if logits.is_cuda and not all(greedy):
+    if logits.is_cuda and not all(greedy) and _triton_failure(logits.shape[1], logits.device) is None:
         token_ids = _sample_on_gpu(logits, rows)
         sorted_rows = [i for i, row in enumerate(rows) if not greedy[i] and not _is_known_to_gpu(row)]
         return _sample_sorted(logits, rows, sorted_rows, token_ids)
@@ -61,6 +75,41 @@ def _sample_sorted(logits: Tensor, rows: list[SamplingRow], chosen: list[int], t
     kept = _keep_typical(_keep_top(probabilities, sampling), sampling)
     ranks = _invert(kept, uniforms)
     return token_ids.index_copy(0, indices, order.gather(-1, ranks[:, None])[:, 0])
+
+
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Compile the kernels of a GPU, so that no request waits for that."""
+    if device.type == "cuda":
+        _triton_failure(vocab_size, device)
+
+
+@cache
+def _triton_failure(vocab_size: int, device: torch.device) -> str | None:
+    """Return why the Triton sampler cannot be used for this vocabulary, after comparing it with torch's operations.
+
+    They sort the vocabulary, which is slow. The log says why.
+    """
+    if (failure := triton_failure()) is not None:
+        return failure
+    generator = torch.Generator(device).manual_seed(0)
+    plain = SamplingParams(max_tokens=1, temperature=0.7)
+    filtered = (replace(plain, top_k=9), replace(plain, top_p=0.8), replace(plain, min_p=0.05))
+    params = (plain, *filtered, replace(plain, top_k=40, top_p=0.9))
+    rows = [SamplingRow(replace(each, seed=seed), 0) for seed in range(4) for each in params]
+    logits = 3.0 * torch.randn(len(rows), vocab_size, generator=generator, device=device)
+    try:
+        with torch.inference_mode():
+            found, expected = _sample_on_gpu(logits, rows).cpu(), sample(logits.cpu(), rows)
+            unfiltered = _sample_on_gpu(logits[:1], rows[:1]).cpu()
+        num_wrong = int((found != expected).sum()) + int(unfiltered[0] != expected[0])
+        # One may differ: at a boundary between two tokens, sums that are rounded differently give different ones.
+        if num_wrong > 1:
+            failure = f"{num_wrong} of {len(rows) + 1} tokens are not those that torch's operations choose"
+    except kernel_errors() as error:
+        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if failure is not None:
+        log.warning("sampling is slow: it sorts the vocabulary, because Triton's kernels fail: %s", failure)
+    return failure
 
 
 def _is_known_to_gpu(row: SamplingRow) -> bool:
@@ -88,7 +137,7 @@ def _sample_on_gpu(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
 
 
 def _uniforms(rows: list[SamplingRow]) -> NDArray[np.float64]:
-    return np.array([uniform(row.sampling.seed, row.position) for row in rows])
+    return _uniforms_of([row.sampling.seed for row in rows], [row.position for row in rows])
 
 
 def _probabilities(logits: Tensor, rows: list[SamplingRow], chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,8 @@ a tile, and in it a token, by inverting the cumulative distribution at a given n
 are chosen from the most probable token down, as `sampler.sample` does. Each filter needs one place of the sorted
 vocabulary: the token at which a count or a mass, summed from the top, exceeds some number. Such a place is found by
 narrowing an interval of logits, with a few sums over the row a turn: about three turns for a mass, eight for a count.
-(That a search for pivots is quicker than sorting is the idea of "Qrita", arXiv 2602.01518.)
+They sum over the probable logits only, where that is enough: an eighth of a row's bytes at most. (That a search for
+pivots is quicker than sorting is the idea of "Qrita", arXiv 2602.01518.)
 
 The largest logit of a row counts as mass 1. Sums of single numbers are in float32, those of tiles in float64; what
 comes out is the token of the exact distribution, unless the number is within 1e-6 of a boundary between two.
@@ -27,6 +28,10 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 MIN_TEMPERATURE = 1e-5  # the sampler's
 TILE_SIZE = 4096
+# The filters look for tokens among the probable ones, which are copied first: KEPT_SIZE of each tile or fewer, whose
+# logits are within KEPT_RANGE temperatures of the largest one. Where that leaves out tokens that may be kept, they look
+# among all.
+KEPT_SIZE, KEPT_RANGE = 512, 12.0
 # Turns that divide an interval of logits evenly. Later turns divide it into equal numbers of float32 values. The former
 # come near the boundary quickly; the latter end for certain, after 16 more.
 NUM_LINEAR_TURNS = 6
@@ -35,6 +40,7 @@ _log2_e = tl.constexpr(LOG2_E)
 _infinity = tl.constexpr(float("inf"))
 _lowest = tl.constexpr(-3.4028234663852886e38)  # of float32
 _min_temperature = tl.constexpr(MIN_TEMPERATURE)
+_kept_range = tl.constexpr(KEPT_RANGE)
 _num_linear_turns = tl.constexpr(NUM_LINEAR_TURNS)
 
 
@@ -57,7 +63,8 @@ def _sharpness(temperature):
     return _log2_e / tl.maximum(temperature, _min_temperature)
 
 
-@triton.jit
+# tile_mass is behind tile_maximum, so its alignment depends on the number of rows.
+@triton.jit(do_not_specialize_on_alignment=["tile_mass"])
 def _survey_kernel(
     logits, temperatures, tile_maximum, tile_argmax, tile_mass, row_stride, vocab_size, num_tiles,
     tile_size: tl.constexpr,
@@ -72,7 +79,7 @@ def _survey_kernel(
     tl.store(tile_mass + row * num_tiles + tile, tl.sum(_mass(values, maximum, sharpness), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tile_mass"])
 def _choose_kernel(
     logits, temperatures, uniforms, tile_maximum, tile_argmax, tile_mass, token_ids, row_stride, vocab_size, num_tiles,
     padded_tiles: tl.constexpr, tile_size: tl.constexpr,
@@ -227,12 +234,16 @@ def _places(low, high, maximum, sharpness, turn):
 
 
 @triton.jit
-def _choose_filtered_kernel(
-    logits, temperatures, uniforms, top_ks, top_ps, min_ps, tile_maximum, tile_mass, token_ids, row_stride, vocab_size,
-    num_tiles, padded_tiles: tl.constexpr, tile_size: tl.constexpr,
+def _keep_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, tile_maximum, kept, kept_counts, kept_masses, row_stride, vocab_size,
+    num_tiles, padded_tiles: tl.constexpr, tile_size: tl.constexpr, kept_size: tl.constexpr,
 ):  # fmt: skip
-    """Choose among the logits above `min_kept` and `num_at_min` of those that equal it."""
-    row = tl.program_id(0).to(tl.int64)
+    """Copy the probable logits of one tile, in their order, to `kept` [num_rows, num_tiles, kept_size].
+
+    Places behind them become -inf. If there are more than kept_size, the first ones are copied. Counts and masses are
+    of all of them.
+    """
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
     if (temperature < _min_temperature) | ((top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0)):
@@ -240,25 +251,80 @@ def _choose_filtered_kernel(
     tiles = tl.arange(0, padded_tiles)
     maxima = tl.load(tile_maximum + row * num_tiles + tiles, mask=tiles < num_tiles, other=-_infinity)
     maximum = tl.max(maxima, axis=0)
+    values = _load_tile(logits + row * row_stride, tile * tile_size + tl.arange(0, tile_size), vocab_size)
+    is_kept = values >= maximum - _kept_range * temperature
+    places = tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
+    count = tl.sum(is_kept.to(tl.int32), axis=0)
+    cell = row * num_tiles + tile
+    tl.store(kept + cell * kept_size + places, values, mask=is_kept & (places < kept_size))
+    others = tl.arange(0, kept_size)
+    tl.store(kept + cell * kept_size + others, others * 0.0 - _infinity, mask=others >= count)
+    tl.store(kept_counts + cell, count)
+    masses = tl.where(is_kept, _mass(values, maximum, _sharpness(temperature)), 0.0)
+    tl.store(kept_masses + cell, tl.sum(masses, axis=0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["tile_mass"])
+def _choose_filtered_kernel(
+    logits, temperatures, uniforms, top_ks, top_ps, min_ps, tile_maximum, tile_mass, kept, kept_counts, kept_masses,
+    token_ids, row_stride, vocab_size, num_tiles, padded_tiles: tl.constexpr, tile_size: tl.constexpr,
+    kept_size: tl.constexpr,
+):  # fmt: skip
+    """Choose one row's token among those that its filters keep."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    if (temperature < _min_temperature) | ((top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0)):
+        return
+    tiles = tl.arange(0, padded_tiles)
+    exists, cells = tiles < num_tiles, row * num_tiles + tiles
+    maxima = tl.load(tile_maximum + cells, mask=exists, other=-_infinity)
+    maximum = tl.max(maxima, axis=0)
     if (maximum == -_infinity) | (maximum == _infinity):  # there is no choice, and `_choose_kernel` made it
         return
     sharpness = _sharpness(temperature)
-    masses = tl.load(tile_mass + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
-    kept_mass = tl.sum((masses * _mass(maxima, maximum, sharpness)).to(tl.float64), axis=0)
+    masses = tl.load(tile_mass + cells, mask=exists, other=0.0)
+    mass = tl.sum((masses * _mass(maxima, maximum, sharpness)).to(tl.float64), axis=0)
+    # Are all tokens that the filters keep among the logits that were copied?
+    counts = tl.load(kept_counts + cells, mask=exists, other=0)
+    copied_mass = tl.sum(tl.load(kept_masses + cells, mask=exists, other=0.0).to(tl.float64), axis=0)
+    is_copied = maximum + tl.log2(min_p) / sharpness >= maximum - _kept_range * temperature
+    is_copied = tl.where(top_p < 1.0, copied_mass > mass * top_p * (1.0 + 1e-6), is_copied)
+    is_copied = tl.where((top_k > 0) & (top_k < vocab_size), tl.sum(counts, axis=0) >= top_k, is_copied)
     row_logits = logits + row * row_stride
+    number = tl.load(uniforms + row)
+    if is_copied & (tl.max(counts, axis=0) <= kept_size):
+        value, rank = _draw(
+            kept + row * num_tiles * kept_size, num_tiles * kept_size, vocab_size, maximum, sharpness, mass, top_k,
+            top_p, min_p, number, tile_size,
+        )  # fmt: skip
+    else:
+        value, rank = _draw(
+            row_logits, vocab_size, vocab_size, maximum, sharpness, mass, top_k, top_p, min_p, number, tile_size
+        )
+    tl.store(token_ids + row, _place_of_equal(row_logits, vocab_size, value, rank, tile_size).to(tl.int64))
+
+
+@triton.jit
+def _draw(
+    values, size, vocab_size, maximum, sharpness, kept_mass, top_k, top_p, min_p, number, tile_size: tl.constexpr
+):  # fmt: skip
+    """Return the logit of the token at `number` of what the filters keep, and which of the tokens with it that is.
+
+    `values` are all logits of the row, or at least those that are kept. `kept_mass` is the mass of all logits. What is
+    kept are the logits above `min_kept`, and `num_at_min` of those that equal it.
+    """
     min_kept, num_at_min = maximum * 0.0 + _lowest, vocab_size + top_k * 0
     if (top_k > 0) & (top_k < vocab_size):
         min_kept, count_above, mass_above, num_equal = _descend(
-            row_logits, vocab_size, maximum, sharpness, top_k - 1, min_kept, True, tile_size
+            values, size, maximum, sharpness, top_k - 1, min_kept, True, tile_size
         )
         num_at_min = tl.minimum(top_k - count_above, num_equal)
         kept_mass = mass_above + num_at_min * _mass(min_kept, maximum, sharpness).to(tl.float64)
     if top_p < 1.0:
         # A little less: a set that reaches top-p exactly must not grow because a sum was rounded.
         target = kept_mass * top_p * (1.0 - 1e-7)
-        value, _, mass_above, num_equal = _descend(
-            row_logits, vocab_size, maximum, sharpness, target, min_kept, False, tile_size
-        )
+        value, _, mass_above, num_equal = _descend(values, size, maximum, sharpness, target, min_kept, False, tile_size)
         mass_each = tl.maximum(_mass(value, maximum, sharpness), 1e-37).to(tl.float64)
         num_equal = tl.minimum(num_equal, tl.where(value == min_kept, num_at_min, num_equal))
         num_at_min = tl.minimum(tl.maximum(tl.ceil((target - mass_above) / mass_each), 1.0).to(tl.int32), num_equal)
@@ -268,19 +334,17 @@ def _choose_filtered_kernel(
     if min_probable > min_kept:
         place = _as_ordered(min_probable)
         _, kept_mass, _, _, _, _, _, _, _ = _sum_above(
-            row_logits, vocab_size, maximum, sharpness, place, place, place, place, place, tile_size
+            values, size, maximum, sharpness, place, place, place, place, place, tile_size
         )
         min_kept = min_probable
         num_at_min = vocab_size + top_k * 0
 
-    target = tl.load(uniforms + row) * kept_mass
-    value, _, mass_above, num_equal = _descend(
-        row_logits, vocab_size, maximum, sharpness, target, min_kept, False, tile_size
-    )
+    target = number * kept_mass
+    value, _, mass_above, num_equal = _descend(values, size, maximum, sharpness, target, min_kept, False, tile_size)
     mass_each = tl.maximum(_mass(value, maximum, sharpness), 1e-37).to(tl.float64)
     num_equal = tl.minimum(num_equal, tl.where(value == min_kept, num_at_min, num_equal))
     rank = tl.minimum(tl.maximum((target - mass_above) / mass_each, 0.0).to(tl.int32), num_equal - 1)
-    tl.store(token_ids + row, _place_of_equal(row_logits, vocab_size, value, rank, tile_size).to(tl.int64))
+    return value, rank
 
 
 @triton.jit
@@ -341,6 +405,25 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, filters: Filt
         num_warps=8,
     )
     if filters is not None:
+        kept = torch.empty((num_rows, num_tiles * KEPT_SIZE), dtype=torch.float32, device=logits.device)
+        kept_counts = torch.empty_like(tile_argmax)
+        kept_masses = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
+        _keep_kernel[(num_rows, num_tiles)](
+            logits,
+            temperatures,
+            filters.top_k,
+            filters.top_p,
+            filters.min_p,
+            tile_maximum,
+            kept,
+            kept_counts,
+            kept_masses,
+            *size,
+            padded_tiles,
+            TILE_SIZE,
+            KEPT_SIZE,
+            num_warps=8,
+        )
         _choose_filtered_kernel[(num_rows,)](
             logits,
             temperatures,
@@ -350,10 +433,14 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, filters: Filt
             filters.min_p,
             tile_maximum,
             tile_mass,
+            kept,
+            kept_counts,
+            kept_masses,
             token_ids,
             *size,
             padded_tiles,
             TILE_SIZE,
+            KEPT_SIZE,
             num_warps=16,
         )
     return token_ids

@@ -20,7 +20,7 @@ from servekit.protocol.messages import SlotAssignment
 from servekit.protocol.sampling_params import SamplingParams
 from workers.batch import SamplingRow, SlotTable
 from workers.sampling.penalties import adjust
-from workers.sampling.sampler import sample, uniform
+from workers.sampling.sampler import _uniforms_of, sample, uniform
 
 
 def row(position: int = 0, **changes: Any) -> SamplingRow:
@@ -32,12 +32,29 @@ def logits_of(num_rows: int, vocab_size: int = 50, seed: int = 0) -> torch.Tenso
 
 
 def test_uniform_numbers_are_uniform_and_never_one() -> None:
-    numbers = torch.tensor([uniform(seed, position) for seed in range(100) for position in range(1000)])
+    seeds, positions = list(range(100)), list(range(1000))
+    numbers = torch.from_numpy(_uniforms_of([seed for seed in seeds for _ in positions], positions * len(seeds)))
     counts = torch.histc(numbers, bins=100, min=0.0, max=1.0)
     chi_square = ((counts - 1000) ** 2 / 1000).sum()
     assert chi_square < 160, "99 degrees of freedom; 160 has p < 1e-4"
-    assert numbers.min() >= 0.0 and max(uniform(s, 0) for s in range(1000)) < 1.0
+    assert numbers.min() >= 0.0 and numbers.max() < 1.0
     assert uniform(-1, 3) == uniform(2**64 - 1, 3) != uniform(0, 3)
+
+
+def splitmix(state: int) -> int:
+    """A round of SplitMix64 without its lowest eleven bits, in Python's integers."""
+    state = (state + 0x9E3779B97F4A7C15) % 2**64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (state ^ (state >> 31)) // 2**11 * 2**11
+
+
+@pytest.mark.parametrize("seed", [0, 7, -3, 2**63 - 1])
+def test_numbers_that_are_computed_together_are_those_of_each_alone(seed: int) -> None:
+    """Answers to a seed stay the same from version to version."""
+    positions = [0, 1, 31, 2**20]
+    expected = [splitmix(splitmix(seed % 2**64) ^ position) / 2**64 for position in positions]
+    assert _uniforms_of([seed] * 4, positions).tolist() == expected == [uniform(seed, each) for each in positions]
 
 
 def test_temperature_zero_is_greedy() -> None:

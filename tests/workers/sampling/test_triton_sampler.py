@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
 from servekit.protocol.sampling_params import SamplingParams
-from tests.support.triton_device import DEVICE, NAN, random, triton_sampler
+from tests.support.triton_device import DEVICE, NAN, random, triton, triton_sampler
 from workers import batch
 from workers.batch import SamplingRow
 from workers.sampling import sampler
 from workers.sampling.sampler import uniform
 
 MIN_TEMPERATURE, TILE_SIZE = triton_sampler.MIN_TEMPERATURE, triton_sampler.TILE_SIZE
+TritonError = triton.TritonError
 Filters, sample = triton_sampler.Filters, triton_sampler.sample
 
 pytestmark = pytest.mark.usefixtures("triton_kernels_run")
@@ -123,6 +126,22 @@ def test_top_k_top_p_and_min_p_keep_what_the_cpu_keeps(spacing: float) -> None:
             assert_inverts(token_id, number, row_logits, row)
 
 
+@pytest.mark.parametrize("kept_size", [16, 1024])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 30}, {"top_k": 900}, {"top_p": 0.95}, {"top_p": 0.999999}, {"min_p": 1e-9}], ids=str
+)
+def test_filters_keep_the_same_among_the_probable_logits_and_among_all(
+    options: dict[str, float], kept_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16 of each tile, there is always one with more. With 1,024, some of the filters keep improbable tokens."""
+    monkeypatch.setattr(triton_sampler, "KEPT_SIZE", kept_size)
+    logits = (3 * random(1, 2 * TILE_SIZE)).expand(12, -1).contiguous()
+    row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.6, **options), 0)
+    numbers = [0.0, 1 - 2**-53, *(uniform(9, position) for position in range(10))]
+    for token_id, number in zip(sampled(logits, [row] * 12, numbers), numbers, strict=True):
+        assert_inverts(token_id, number, logits[0], row)
+
+
 def test_top_k_finds_its_threshold_among_logits_of_all_magnitudes() -> None:
     magnitudes = 10.0 ** (60 * torch.rand(300, device=DEVICE) - 30)
     logits = (magnitudes * torch.randn(300, device=DEVICE).sign()).expand(4, -1).contiguous()
@@ -158,3 +177,24 @@ def test_rows_with_different_filters_are_sampled_as_on_the_cpu() -> None:
             for position, each in enumerate(options)
         ]
         assert torch.equal(sampler._sample_on_gpu(logits, rows), sampler.sample(logits, rows))
+
+
+def test_the_check_at_load_finds_that_tokens_agree_and_says_where_they_do_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sampler, "triton_failure", lambda: None)
+    monkeypatch.setitem(sys.modules, "workers.sampling.triton_sampler", triton_sampler)
+    assert sampler._triton_failure(301, DEVICE) is None and not caplog.records
+    right = triton_sampler.sample
+    monkeypatch.setattr(triton_sampler, "sample", lambda logits, *args: right(logits, *args).add(1))
+    failure = sampler._triton_failure(302, DEVICE)
+    assert failure == "21 of 21 tokens are not those that torch's operations choose"
+    assert "sampling is slow" in caplog.text
+
+    def fail(*_: object) -> Tensor:
+        raise TritonError("out of resource: shared memory")
+
+    monkeypatch.setattr(triton_sampler, "sample", fail)
+    assert sampler._triton_failure(303, DEVICE) == "TritonError: out of resource: shared memory"
+    monkeypatch.setattr(sampler, "triton_failure", lambda: "no C compiler")
+    assert sampler._triton_failure(304, DEVICE) == "no C compiler"
