@@ -1,4 +1,9 @@
-"""The Triton kernels compile for GPUs, use the tensor cores, and fit the shared memory. This needs no GPU.
+"""The Triton kernels compile for three generations of GPUs, use the tensor cores, and need what a table says.
+
+This needs no GPU. The table is triton_resources.json: for each kernel, the registers of a thread, the bytes of shared
+memory of a program, and the bytes of its stack, to which registers are spilled. Fewer programs of a kernel fit onto a
+multiprocessor if it needs more of these, and a change may do that unnoticed. After a change that is meant to, and after
+one of Triton's version, write the table anew: `python -m tests.workers.test_triton_compilation write`.
 
 Triton's interpreter accepts more than its compiler does, so the tests that use it do not show this. The compiler runs
 in a process of its own, because Triton's functions are compiled or interpreted for the life of a process. Compiled
@@ -10,9 +15,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,10 @@ ROOT = Path(__file__).parents[2]
 CONSUMER_SHARED_MEMORY_BYTES = 99 * 1024  # of an RTX 3090, 4090 or 5090; data-centre GPUs have more
 MAX_CACHE_BYTES = 100 * 2**20
 RESERVED_BYTES = 1024  # of each program's shared memory, by the system
+CAPABILITIES = (80, 90, 100)  # of an A100, of an H100 or H200, of a B200
+TABLE = Path(__file__).parent / "triton_resources.json"
+MORE_REGISTERS = 8  # than the table has: one step in which they are allocated
+_case = ""  # what is being compiled
 
 
 @pytest.mark.long
@@ -34,25 +45,37 @@ def test_kernels_compile_use_the_tensor_cores_and_fit_the_shared_memory(
     environment["TRITON_CACHE_DIR"] = str(_cache_folder(request.config) or tmp_path)
     process = subprocess.run(
         [sys.executable, "-m", "tests.workers.test_triton_compilation"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     kernels = [json.loads(line) for line in process.stdout.splitlines()]
-    attention_kernels = {"_attend_kernel", "_reduce_kernel", "_store_kernel"}
-    other_kernels = {
-        "_add_norm_kernel",
-        "_rotate_and_store_kernel",
-        "_swiglu_kernel",
-        "_survey_kernel",
-        "_choose_kernel",
-        "_choose_filtered_kernel",
+    names = {
+        *("_attend_kernel", "_plan_kernel", "_reduce_kernel", "_store_kernel", "_rotate_and_store_kernel"),
+        *("_add_norm_kernel", "_swiglu_kernel", "_multiply_kernel", "_add_splits_kernel", "_dequantize_kernel"),
+        *("_survey_kernel", "_choose_kernel", "_keep_kernel", "_choose_filtered_kernel"),
     }
-    quantized_kernels = {"_multiply_kernel", "_add_splits_kernel", "_dequantize_kernel"}
-    for capability, names in ((80, attention_kernels), (90, attention_kernels | quantized_kernels | other_kernels)):
+    for capability in CAPABILITIES:
         assert {kernel["name"] for kernel in kernels if kernel["capability"] == capability} == names
     for kernel in kernels:
         assert kernel["shared_memory_bytes"] + RESERVED_BYTES <= CONSUMER_SHARED_MEMORY_BYTES, kernel
         assert kernel["has_matrix_instructions"] == (kernel["name"] in ("_attend_kernel", "_multiply_kernel")), kernel
+    expected, found = json.loads(TABLE.read_text()), table_of(kernels)
+    assert expected.keys() == found.keys()
+    for kernel_of_gpu, needs in found.items():
+        known = expected[kernel_of_gpu]
+        assert needs["registers"] <= known["registers"] + MORE_REGISTERS, (kernel_of_gpu, needs, known)
+        assert needs["shared_memory_bytes"] <= known["shared_memory_bytes"], (kernel_of_gpu, needs, known)
+        assert needs["stack_bytes"] <= known["stack_bytes"], (kernel_of_gpu, needs, known)
+
+
+def table_of(kernels: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the most that any variant of a kernel needs, by generation of GPUs, kernel and case."""
+    table: dict[str, dict[str, int]] = {}
+    for kernel in kernels:
+        row = table.setdefault(f"sm_{kernel['capability']} {kernel['name']} {kernel['case']}", {})
+        for need in ("registers", "shared_memory_bytes", "stack_bytes"):
+            row[need] = max(row.get(need, 0), kernel[need])
+    return dict(sorted(table.items()))
 
 
 def _cache_folder(config: pytest.Config) -> Path | None:
@@ -93,8 +116,10 @@ def main() -> None:
         properties = {
             "capability": kernel.metadata.target.arch,
             "name": kernel.metadata.name,
+            "case": _case,
+            "has_matrix_instructions": any(name in instructions for name in MATRIX_INSTRUCTIONS),
             "shared_memory_bytes": kernel.metadata.shared,
-            "has_matrix_instructions": "mma.sync" in instructions or "wgmma.mma_async" in instructions,
+            **resources_of(kernel.asm["cubin"]),
         }
         print(json.dumps(properties))  # noqa: T201
         return lambda *_: None
@@ -102,16 +127,40 @@ def main() -> None:
     CompiledKernel.run = property(run)
     CompiledKernel.launch_metadata = lambda *_: None
     CompiledKernel.function = None
-    for capability in (80, 90):
+    for capability in CAPABILITIES:
         triton.runtime.driver.set_active(CompileOnlyDriver(capability))
         attention(has_float8=capability >= 89)
-    quantized_weights()
-    layers()
-    sampling()
+        quantized_weights()
+        layers(has_float8=capability >= 89)
+        sampling()
+
+
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+
+
+def resources_of(cubin: bytes) -> dict[str, int]:
+    """Return what a thread of a compiled kernel needs, as NVIDIA's disassembler reads it; Triton brings that."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listed = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", listed)[-1]) for name in ("REG", "STACK"))
+    return {"registers": registers, "stack_bytes": stack}
+
+
+def case(name: str) -> None:
+    """Name what is compiled next, for the table."""
+    global _case
+    _case = name
 
 
 def attention(has_float8: bool) -> None:
-    from workers.attention.triton_kernels import LayerPages, attend, make_workspace, store
+    from workers.attention.triton_kernels import LayerPages, attend, store
 
     code_dtypes = (torch.int8, torch.float8_e4m3fn) if has_float8 else (torch.int8,)
     llama, small = ((32, 8, 128), (14, 2, 64))
@@ -123,13 +172,14 @@ def attention(has_float8: bool) -> None:
         ((8, 4, 256), 4, 4096, 50.0, torch.bfloat16),
         *((llama, num_tokens, None, None, codes) for num_tokens in (1000, 4) for codes in code_dtypes),
     ):
+        case(f"{'decode' if num_tokens == 4 else 'prompts'} {num_heads}/{num_kv_heads}x{dim} {str(dtype)[6:]}")
         queries = torch.empty(num_tokens, num_heads, dim, dtype=torch.bfloat16)
         numbers, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
-        workspace = make_workspace(num_heads, num_kv_heads, dim, torch.device("cpu"))
         sinks = None if window is None else torch.empty(num_heads)
         steps = (numbers, numbers[:4], table)
         pages = pages_of(LayerPages, num_kv_heads, dim, dtype)
-        attend(queries, pages, *steps, torch.empty_like(queries), 0.1, workspace, window, softcap, sinks)
+        output, queries_each = torch.empty_like(queries), (1, 1) if num_tokens == 4 else (1, 900)
+        attend(queries, pages, *steps, output, 0.1, window, softcap, sinks, queries_each=queries_each)
         if num_tokens == 4 and dim == 128:
             new_keys = queries[:, :num_kv_heads]
             store(new_keys, new_keys, pages, torch.zeros(num_tokens).long())
@@ -146,6 +196,7 @@ def quantized_weights() -> None:
     from workers.layers.triton_quantized import make_weight
     from workers.quantization.quantized_tensor import QuantizedTensor
 
+    case("")
     scales, levels = torch.zeros(4096, 32, dtype=torch.float16), tuple(0.25 * level for level in range(16))
     four_bits = torch.zeros(4096, 2048, dtype=torch.uint8)
     for matrix, num_rows in (
@@ -159,7 +210,7 @@ def quantized_weights() -> None:
         make_weight(matrix, None).multiply_add(x, torch.empty_like(x))
 
 
-def layers() -> None:
+def layers(has_float8: bool) -> None:
     from workers.attention.triton_kernels import LayerPages
     from workers.attention.triton_rotary import rotate_and_store
     from workers.layers.triton_ops import add_norm, swiglu
@@ -169,7 +220,7 @@ def layers() -> None:
     swiglu(hidden)
     angles = torch.empty(4, 128)
     norm, cells = torch.empty(128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if has_float8 else [])):
         pages = pages_of(LayerPages, 8, 128, dtype)
         rotate_and_store(qkv, 32, 8, 128, angles, angles, norm, norm, 1e-6, pages, cells)
         rotate_and_store(qkv, 32, 8, 128, angles, angles, None, None, 1e-6, pages, cells)
@@ -183,4 +234,11 @@ def sampling() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["write"]:
+        lines = subprocess.run(
+            [sys.executable, "-m", "tests.workers.test_triton_compilation"],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+        ).stdout.splitlines()  # fmt: skip
+        TABLE.write_text(json.dumps(table_of([json.loads(line) for line in lines]), indent=1) + "\n")
+    else:
+        main()
