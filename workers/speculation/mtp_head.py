@@ -93,7 +93,9 @@ def load_mtp_head(path: Path, loaded: LoadedModel) -> MtpHead:
             raise ValueError("its MTP layer has no rotary positions, or those of several kinds of layers")
         mtp.tie_with_main_model(loaded.model)
         layer = mtp.layers[0]
-        layer.requires_grad_(False).eval().to(device=loaded.device, dtype=loaded.dtype)
+        # All else is the model's own, and is on its device: embedding, output head, rotary positions.
+        for own in (layer, *([mtp.shared_post_norm] if mtp.use_shared_post_norm else [])):
+            own.requires_grad_(False).eval().to(device=loaded.device, dtype=loaded.dtype)
         head = MtpHead(mtp)
         replace_linears(layer, loaded.device, loaded.dtype)
     except ConfigError:
