@@ -1,21 +1,24 @@
 """Compare what a plan expects of a service with what a real engine does: throughput, ITL and TTFT at four loads.
 
 The engine serves a Llama of 84 million random weights. The step times are fitted to another workload: chat messages
-that come at once, and some that come to an idle engine. It is played before each load, because a machine is not equally
-fast for minutes. Then requests of a plan (random arrivals, log-normal lengths) are played with the real model, and in
+that come at once, and some that come to an idle engine. It is played before and after each load, because a machine is
+not equally fast for minutes: the times of a load are those that fit all calibrations, times the ratio by which the two
+around it were slower. Requests of a plan (random arrivals, log-normal lengths) are played with the real model, and in
 virtual time, with the same scheduler. The loads are parts of the rate that the plan expects the engine to serve at
 most. `steps` says how much longer the steps of a run took than the plan's step times say: this part of the error comes
 from step times, and the rest from the simulation.
 
     python -m benchmarks.plan
 
-It takes under seven minutes. Run nothing else meanwhile: another program makes steps longer than they were before.
+It takes seven minutes. Run nothing else meanwhile: another program makes steps longer than they were before.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import operator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +36,7 @@ from servekit.laboratory.workload_generator import make_workload
 from servekit.planning.capacity import LOADS, SATURATING_RATE, steady_rate
 from servekit.planning.demand import Demand, make_requests
 from servekit.simulation.model import SimulatedModel
-from servekit.simulation.step_time_fit import MeasuredStep, as_spec, fit_step_times
+from servekit.simulation.step_time_fit import TIMES, MeasuredStep, as_spec, fit_step_times
 
 MODEL_FOLDER = Path("build/small-llama")
 MODE = MODES["chunked"]
@@ -73,6 +76,14 @@ def slower(timeline: Timeline, model: SimulatedModel) -> float:
     )
 
 
+def scaled_to(steps: list[MeasuredStep], model: SimulatedModel) -> SimulatedModel:
+    """Return the model with all times multiplied, so that these steps take as long in all as they took."""
+    times = [getattr(model, name) for name in TIMES]
+    expected_s = sum(sum(map(operator.mul, step.work, times)) for step in steps)
+    ratio = sum(step.duration_s for step in steps) / expected_s
+    return replace(model, **{name: ratio * seconds for name, seconds in zip(TIMES, times, strict=True)})
+
+
 def demand(rate: float, seconds: float, seed: int) -> Workload:
     """Make a plan's requests for so many seconds, with prompts that the model can read."""
     number = max(40, round(rate * seconds))
@@ -109,29 +120,30 @@ def main() -> None:
     options = parser.parse_args()
     name = options.model or str(make_random_llama(options.folder, SMALL_SHAPE))
     steps, admissions_s = calibrate(name, CALIBRATION_SEED)
+    calibrations = [steps]
     model = fit_step_times(steps).model
     at_once = make_requests(DEMAND, SATURATING_RATE, options.seed + 1)
     max_rate = steady_rate(VirtualRun(at_once, MODE, SETTINGS, model).play())
     tell(f"step times: {as_spec(model)}; the plan expects {max_rate:.2f} requests/s at most")
     workloads, played = [], []
     for number, load in enumerate(progress(options.loads, "loads", lambda each: f"load {each:g}")):
-        if number:
-            more_steps, more_s = calibrate(name, CALIBRATION_SEED + number)
-            steps += more_steps
-            admissions_s += more_s
         workloads.append(demand(load * max_rate, options.seconds, options.seed))
         played.append(play(workloads[-1], SETTINGS, name))
-    fit = fit_step_times(steps)
+        steps, more_s = calibrate(name, CALIBRATION_SEED + number + 1)
+        calibrations.append(steps)
+        admissions_s += more_s
+    fit = fit_step_times([step for steps in calibrations for step in steps])
+    models = [scaled_to([*before, *after], fit.model) for before, after in pairwise(calibrations)]
     settings = replace(SETTINGS, admission_s=median(admissions_s))
     tell(f"step times in the end: {as_spec(fit.model)}; median error of one step: {fit.median_relative_error:.1%}")
     tell(f"a request comes to an idle scheduler after {1e3 * settings.admission_s:.2f} ms\n")
     tell("| load | requests | steps | tokens/s | planned | off | ITL p50 | planned | off | TTFT p50 | planned | off |")
     tell("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     is_within = True
-    for load, workload, timeline in zip(options.loads, workloads, played, strict=True):
+    for load, workload, timeline, model in zip(options.loads, workloads, played, models, strict=True):
         real = summarise(timeline, settings.num_slots)
-        planned = summarise(VirtualRun(workload, MODE, settings, fit.model).play(), settings.num_slots)
-        cells = [f"{load:g}", f"{len(workload.requests)}", f"{slower(timeline, fit.model):+.1%}"]
+        planned = summarise(VirtualRun(workload, MODE, settings, model).play(), settings.num_slots)
+        cells = [f"{load:g}", f"{len(workload.requests)}", f"{slower(timeline, model):+.1%}"]
         for figure, aim in AIMS.items():
             error = getattr(planned, figure) / getattr(real, figure) - 1.0
             is_within = is_within and abs(error) <= aim

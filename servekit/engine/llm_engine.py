@@ -467,6 +467,8 @@ class LLMEngine(OneModel):
             replicas = self._running_replicas
             num_tokens = sum(len(prompt.token_ids) * len(prompt.sampling) for prompt in prepared)
             num_waiting, now_s = replicas.num_waiting, self._clock()
+            longest = max((len(prompt.token_ids) for prompt in prepared), default=0)
+            self._waiting_times.check(tenant, 0, 0, prompt_tokens=longest)
             self._queue_limits.reserve_tokens(places, num_tokens, num_waiting, replicas.queued, now_s)
             state.hold_result(self._reserve_result(tenant, num_logprobs(request, prepared)))
             return await self._admit(state, prepared, places)

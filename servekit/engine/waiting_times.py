@@ -11,6 +11,7 @@ from servekit.config import ServeConfig
 from servekit.engine.engine_core import EngineCore
 from servekit.engine.queue_limits import MAX_RETRY_AFTER_S
 from servekit.errors import QueueFull
+from servekit.scheduler.policy import SHORT_SHARE
 
 log = logging.getLogger("servekit")
 
@@ -35,17 +36,25 @@ class WaitingTimes:
         self._clock = clock
         self._logged: set[type[Exception]] = set()  # kinds of errors that are in the log
 
-    def check(self, tenant: str, num_preparing: int, num_own_preparing: int) -> None:
+    def check(self, tenant: str, num_preparing: int, num_own_preparing: int, prompt_tokens: int | None = None) -> None:
         """Raise QueueFull if a request would wait for longer than the limit.
 
         `num_preparing` counts the sequences that come before it and are not in a queue yet, `num_own_preparing` those
-        of its tenant. A request that finds nothing waiting is never refused. Nor is one under `priority`,
-        or where drafts may be verified: how many tokens a step yields is not in the prediction.
+        of its tenant. `prompt_tokens` is the length of its longest prompt, once it is known. Under `shortest`, it
+        decides, and before it is known nothing is refused. Under the other policies a request is checked before
+        that only, so that a refusal costs next to nothing.
+
+        A request that finds nothing waiting is never refused. Nor is one under `priority`, or where drafts may be
+        verified: how many tokens a step yields is not in the prediction.
         """
+        if (prompt_tokens is not None) != (self._policy == "shortest"):
+            return
         cores = self._read_cores()
         if not self._limit_s or not cores or any(core.manager.config.max_drafts for core in cores):
             return
-        wait_s = min(self._wait_s(core, tenant, num_preparing // len(cores), num_own_preparing) for core in cores)
+        wait_s = min(
+            self._wait_s(core, tenant, num_preparing // len(cores), num_own_preparing, prompt_tokens) for core in cores
+        )
         if wait_s > self._limit_s:
             retry_after_s = min(MAX_RETRY_AFTER_S, max(1, ceil(wait_s - self._limit_s)))
             raise QueueFull(
@@ -54,7 +63,9 @@ class WaitingTimes:
                 retry_after_s=retry_after_s,
             )
 
-    def _wait_s(self, core: EngineCore, tenant: str, num_preparing: int, num_own_preparing: int) -> float:
+    def _wait_s(
+        self, core: EngineCore, tenant: str, num_preparing: int, num_own_preparing: int, prompt_tokens: int | None
+    ) -> float:
         manager = core.manager
         num_ahead = manager.num_waiting + num_preparing
         if self._policy == "fair":
@@ -62,6 +73,9 @@ class WaitingTimes:
             num_own = manager.queued.of(tenant).num_sequences + num_own_preparing
             num_tenants = len(manager.queued.by_tenant().keys() | {tenant})
             num_ahead = min(num_ahead, (num_own + 1) * num_tenants - 1)
+        elif prompt_tokens is not None:
+            # Longer prompts wait, but for the share of the oldest ones.
+            num_ahead = min(num_ahead, ceil(manager.queued.num_not_longer(prompt_tokens) / SHORT_SHARE))
         return core.latency.waiting_time.seconds(manager, num_ahead) if num_ahead else 0.0
 
     async def keep_current(self) -> None:

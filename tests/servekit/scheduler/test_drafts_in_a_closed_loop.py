@@ -34,7 +34,7 @@ COLD_S = 50e-3  # of each of the first two steps with drafts
 
 
 def tokens_per_s(device: Device, num_clients: int, acceptance: float, lengths: DraftLengths | None) -> float:
-    num_tokens, first_tokens = 4_000 if num_clients < 32 else 12_000, FIRST_STEPS * num_clients
+    num_tokens, first_tokens = 4_000 if num_clients < 32 else 24_000, FIRST_STEPS * num_clients
     played = play(device, num_clients, acceptance, lengths, num_tokens=num_tokens, first_tokens=first_tokens)
     return played.tokens_per_s
 

@@ -20,6 +20,26 @@ def test_tenants_are_counted_apart_and_forgotten_when_they_have_nothing_left() -
     assert queued.of("a") == queued.total == WorkCount(1, 2)
 
 
+def test_prompts_within_a_power_of_two_count_as_equally_long() -> None:
+    queued = QueuedWork()
+    sequences = [make_sequence(number, prompt_length=length) for number, length in enumerate((1, 4, 7, 8, 1000))]
+    for sequence in sequences:
+        queued.add(sequence)
+    assert [queued.num_not_longer(length) for length in (1, 2, 3, 4, 5, 8, 511, 512, 10**9)] == [
+        1,
+        1,
+        1,
+        3,
+        3,
+        4,
+        4,
+        5,
+        5,
+    ]
+    queued.remove(sequences[1])
+    assert queued.num_not_longer(4) == 2
+
+
 def test_a_sequence_is_queued_until_its_first_step_or_its_end() -> None:
     """A preempted one, or one whose worker was lost, waits again but is not counted again."""
     manager = make_manager(max_num_seqs=1)

@@ -47,13 +47,13 @@ def test_without_a_prompt_its_cost_is_unknown_and_decodes_that_never_change_cost
     assert step_times.overhead_s == step_times.base_s == pytest.approx(0.03)
 
 
-def test_size_classes_are_in_order_and_an_eighth_wide() -> None:
+def test_size_classes_are_in_order_and_at_most_a_32nd_wide() -> None:
     classes = [size_class(number) for number in range(1, 5000)]
-    assert classes == sorted(classes) and classes[:15] == list(range(1, 16))
+    assert classes == sorted(classes) and classes[:63] == list(range(1, 64))
     assert set(classes) == set(range(1, classes[-1] + 1)), "none is left out"
     for size in set(classes):
         members = [number for number, each in enumerate(classes, start=1) if each == size]
-        assert members[-1] - members[0] <= members[0] / 8
+        assert members[-1] - members[0] <= members[0] / 32
         assert size == classes[-1] or bounds_of(size) == (members[0], members[-1])
 
 
