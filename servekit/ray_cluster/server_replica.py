@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,7 +19,10 @@ from yarl import URL
 from servekit.ray_cluster.forwarding import ForwardedRequest, Headers, end_to_end
 from servekit.ray_cluster.scaling import report
 
+log = logging.getLogger("ray.serve")
+
 READY_INTERVAL_S = 0.1
+WATCH_INTERVAL_S = 0.2  # in which the end of the server is noticed
 READY_TIMEOUT_S = 10.0
 END_MARGIN_S = 15.0  # for a server to end, beyond its shutdown_timeout
 
@@ -70,6 +74,7 @@ class ServerReplica:
             self._process.kill()
             await self._client.close()
             raise
+        self._watcher = asyncio.create_task(self._end_with_server(), name="watches the server")
 
     async def forward(self, request: ForwardedRequest) -> AsyncIterator[tuple[int, Headers] | bytes]:
         """Yield the status and the headers of the answer, and then its body in pieces.
@@ -99,14 +104,26 @@ class ServerReplica:
 
     async def __del__(self) -> None:
         """Drain and end the server. Ray Serve calls this when all requests are answered and no more can come."""
-        if not hasattr(self, "_process"):  # it could not be started
+        if not hasattr(self, "_watcher"):  # it could not be started
             return
+        self._watcher.cancel()
         self._process.send_signal(signal.SIGTERM)
         try:
             await asyncio.to_thread(self._process.wait, self._shutdown_timeout_s + END_MARGIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
         await self._client.close()
+
+    async def _end_with_server(self) -> None:
+        """End this process if the server ends by itself.
+
+        Ray Serve's routers notice the end of a replica with the next request, and send that to another one. A replica
+        that only failed its health checks would get requests, and refuse them, for half a minute.
+        """
+        while self._process.poll() is None:  # noqa: ASYNC110  # nothing in this process sets an event
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        log.error("servekit serve ended with code %d; this replica ends, too", self._process.returncode)
+        os._exit(1)
 
     async def _wait_until_ready(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

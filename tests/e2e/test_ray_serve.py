@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +85,15 @@ def test_a_client_that_goes_ends_its_request_at_the_server(app: ServeApp) -> Non
         assert sum(app.metric("three", "servekit_num_requests_running")) == 1.0
 
     wait_until(lambda: app.metric("three", "servekit_num_requests_running") == [0.0, 0.0, 0.0])
+
+
+def test_a_killed_server_is_replaced_and_the_others_answer_meanwhile(app: ServeApp) -> None:
+    before = app.servers("three")
+    os.kill(before[0], signal.SIGKILL)
+    client = openai.OpenAI(base_url=f"{app.url}/v1", api_key="unused")  # repeats what is refused, as it does by default
+    for _ in range(20):
+        assert client.completions.create(model="three", prompt="Hello", max_tokens=5).choices[0].text
+    wait_until(lambda: len(app.servers("three")) == len(before) and before[0] not in app.servers("three"))
 
 
 def test_an_upgrade_loses_no_stream_and_ends_the_servers_of_the_old_version(nodes: RayNodes, app: ServeApp) -> None:
