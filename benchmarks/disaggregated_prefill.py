@@ -219,7 +219,7 @@ def measure(seconds: float, num_rounds: int) -> list[Side]:
             flags += ["--itl-target-ms", str(side.itl_target_ms)] if side.itl_target_ms else []
             log = folder / f"{number}.log"
             servers.append(stack.enter_context(serving(*flags, log=log, environment=ONE_THREAD)))
-        with Progress("rounds", num_rounds * len(sides)) as progress:
+        with Progress("rounds", (1 + num_rounds) * len(sides)) as progress:
             for seed in range(-1, num_rounds):  # the first one warms up
                 for side, server in zip(sides, servers, strict=True):
                     progress.begin(f"{side.name}, round {seed}")
