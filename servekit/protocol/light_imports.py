@@ -1,10 +1,12 @@
 """Import torch and transformers without the parts that this process does not use.
 
 transformers imports two large parts of torch only to refer to them, and looks through the files of all its models. Half
-of the modules of a worker come from that (docs/performance.md, "Start"). `light_imports` changes three things:
+of the modules of a worker come from that (docs/performance.md, "Start"). `light_imports` changes four things:
 
-- The compiler (`torch._dynamo`, with sympy) is imported when something of it is used. transformers only marks functions
-  that it must not look into; until it is imported, these marks do nothing, because nothing is compiled.
+- The compiler (`torch._dynamo`) is imported when something of it is used. transformers only marks functions that it
+  must not look into; until it is imported, these marks do nothing, because nothing is compiled.
+- So is sympy, with torch's part for symbolic sizes. Each model is built on the device meta first. There, torch asks
+  these modules whether a number or a condition is symbolic, and only what is compiled can be.
 - What several processes share a model with (DTensor, FSDP, distributed checkpoints) is left out in a process that
   shares its model with no other one. transformers works without them if torch was built without torch.distributed, so
   in such a process `is_torch_distributed_available` says that it was.
@@ -21,10 +23,11 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import lru_cache, reduce, wraps
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +36,18 @@ COMPILER = "torch._dynamo"
 INDEX_PART = "torch._dynamo._trace_wrapped_higher_order_op"
 # The functions with which other modules mark code that the compiler must not compile.
 MARKS = ("disable", "allow_in_graph", "assume_constant_result")
+SYMBOLS = "sympy"
+SYMBOLIC_SIZES = "torch.fx.experimental.symbolic_shapes"
+# What its functions answer for numbers, conditions and shapes that are not symbolic.
+ANSWERS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("expect_true", "statically_known_true", "guarding_hint_or_throw"), lambda value, *_: value),
+    **dict.fromkeys(("guard_or_false", "guard_or_true", "guard_size_oblivious"), lambda condition: condition),
+    "has_guarding_hint": lambda _: True,
+    "is_nested_int": lambda _: False,
+    "sym_eq": lambda one, other: one == other,
+    "sym_and": lambda *conditions: reduce(operator.and_, conditions),
+    "sym_or": lambda *conditions: reduce(operator.or_, conditions),
+}
 IMPORT_UTILS = "transformers.utils.import_utils"
 
 
@@ -76,7 +91,7 @@ def bare_packages(*names: str) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the two modules that are changed, and leaves all others to the next finder."""
+    """Finds the modules that are changed or postponed, and leaves all others to the next finder."""
 
     def __init__(self, shares_model: bool) -> None:
         self._shares_model = shares_model
@@ -86,13 +101,15 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name == IMPORT_UTILS:
             return _with_loader(name, path, _ImportUtilsLoader, self._shares_model)
-        if name == COMPILER:
-            return _with_loader(name, path, _CompilerLoader)
-        if name.startswith(f"{COMPILER}.") and name != INDEX_PART:
+        compiler = sys.modules.get(COMPILER)
+        if name in POSTPONED and (compiler is None or isinstance(compiler, _PostponedModule)):
+            return _with_loader(name, path, _PostponingLoader, POSTPONED[name])
+        package = next((each for each in POSTPONED if name.startswith(f"{each}.")), None)
+        if package is not None and name != INDEX_PART:
             # Its parts need it, and may be imported by it.
-            compiler = sys.modules[COMPILER]
-            if isinstance(compiler, _PostponedCompiler):
-                compiler.import_now()
+            module = sys.modules[package]
+            if isinstance(module, _PostponedModule):
+                module.import_now()
                 if name in sys.modules:
                     # If the module were there now, Python would run it once more.
                     return importlib.util.spec_from_loader(name, _RunAlready(sys.modules.pop(name)))
@@ -140,38 +157,46 @@ def _from_last_line(fetch: Callable[[str], list[str]]) -> Callable[[str], list[s
     return fetch_all
 
 
-class _PostponedCompiler(ModuleType):
-    """Stands in for the compiler before it is imported: it has only the marking functions, which do nothing."""
+class _PostponedModule(ModuleType):
+    """Stands in for a module before it is imported: it has only replacements for the names that are used until then."""
 
     postponed_loader: Any
+    postponed_names: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """Import the compiler, because another part of it is used; not if Python reads an attribute of any module."""
-        if name.startswith("__") or name == "postponed_loader":
+        """Import the module, because another part of it is used; not if Python reads an attribute of any module."""
+        if name.startswith("postponed_") or (name.startswith("__") and name != "__version__"):
             raise AttributeError(name)
         self.import_now()
         return getattr(self, name)
 
     def import_now(self) -> None:
-        """Become the compiler. It stays the same object, to which others may refer."""
+        """Become the module. It stays the same object, to which others may refer."""
+        if self.__name__ == COMPILER:  # what it compiles is symbolic, so it finds no stand-ins
+            for name in (SYMBOLS, SYMBOLIC_SIZES):
+                module = sys.modules.get(name)
+                if isinstance(module, _PostponedModule):
+                    module.import_now()
+            if not isinstance(self, _PostponedModule):
+                return  # one of them has imported it
         loader = self.postponed_loader
-        for name in ("postponed_loader", *MARKS):
+        for name in ("postponed_loader", *self.postponed_names, "postponed_names"):
             delattr(self, name)
         self.__class__ = ModuleType  # type: ignore[assignment]  # from here on, names are missing in the usual way
         loader.exec_module(self)
 
 
-class _CompilerLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+class _PostponingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any, names: Mapping[str, Any]) -> None:
+        self._loader, self._names = loader, names
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _PostponedCompiler(spec.name)
+        return _PostponedModule(spec.name)
 
     def exec_module(self, module: Any) -> None:
-        module.postponed_loader = self._loader
-        for name in MARKS:
-            setattr(module, name, _mark)
+        module.postponed_loader, module.postponed_names = self._loader, self._names
+        for name, value in self._names.items():
+            setattr(module, name, value)
 
 
 class _BareFinder(importlib.abc.MetaPathFinder):
@@ -215,3 +240,34 @@ class _RunAlready(importlib.abc.Loader):
 def _mark(function: Any = None, *_: Any, **__: Any) -> Any:
     """Return the function as it is. Called with options only, return the decorator that does."""
     return _mark if function is None else function
+
+
+def _unless_symbolic(name: str) -> Callable[..., Any]:
+    """Return the function `name` of SYMBOLIC_SIZES, which imports that module if it needs it for its answer."""
+
+    def answer(*values: Any, **options: Any) -> Any:
+        if not options and all(map(_is_plain, values)):
+            return ANSWERS[name](*values)
+        module: Any = sys.modules[SYMBOLIC_SIZES]
+        if isinstance(module, _PostponedModule):
+            module.import_now()
+        return getattr(module, name)(*values, **options)
+
+    return answer
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether it is a number, a condition, or a shape, and nothing of it is symbolic."""
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else type(value) in (bool, int)
+
+
+class _Expression:
+    """Stands for sympy's class of expressions, of which there are none before sympy is imported."""
+
+
+# The modules that are imported when something of them is used, each with what stands in until then.
+POSTPONED: Mapping[str, Mapping[str, Any]] = {
+    COMPILER: dict.fromkeys(MARKS, _mark),
+    SYMBOLS: {"Basic": _Expression},
+    SYMBOLIC_SIZES: {name: _unless_symbolic(name) for name in ANSWERS},
+}

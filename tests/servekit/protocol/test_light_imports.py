@@ -13,6 +13,10 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
+# Arguments of the functions that answer before torch's part for symbolic sizes is imported.
+PLAIN = [(True,), (False,), (3,), (3, 3), (3, 4), (True, False), (False, False), ((1, 2), (1, 2)), ((1,), ())]
+
+
 def test_a_worker_imports_neither_compiler_nor_distributed_tensors_and_compiles_when_asked() -> None:
     output = run(f"""
 import sys
@@ -25,6 +29,12 @@ print([name for name in sys.modules if name.startswith({PARTS_NOT_USED}) and nam
 print(is_torch_distributed_available())
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+with torch.device("meta"):
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+print([name for name in sys.modules if name.startswith("sympy.")])
+
 compiler = sys.modules["torch._dynamo"]
 graphs = []
 def backend(graph, inputs):
@@ -33,9 +43,27 @@ def backend(graph, inputs):
 @torch.compile(backend=backend)
 def double(x): return 2 * x
 print(double(torch.tensor(21)).item(), len(graphs))
-print(torch._dynamo is compiler, "sympy" in sys.modules, compiler.disable.__module__)
+print(torch._dynamo is compiler, "sympy.core" in sys.modules, compiler.disable.__module__)
+
+from servekit.protocol.light_imports import ANSWERS
+from torch.fx.experimental import symbolic_shapes
+def answers(function):
+    found = []
+    for values in {PLAIN}:
+        try:
+            found.append(function(*values))
+        except (AssertionError, TypeError):
+            found.append(None)
+    return found
+for name, answer in ANSWERS.items():
+    wrong = [values for values in zip({PLAIN}, answers(getattr(symbolic_shapes, name)), answers(answer))
+             if values[1] not in (None, values[2])]
+    assert not wrong, (name, wrong)
+assert guard_or_false is not symbolic_shapes.guard_or_false
+is_three = symbolic_shapes.ShapeEnv().create_unbacked_symint() == 3
+print(guard_or_false(is_three), guard_or_true(is_three))
 """)
-    assert output.splitlines() == ["[]", "False", "42 1", "True True torch._dynamo.decorators"]
+    assert output.splitlines() == ["[]", "False", "[]", "42 1", "True True torch._dynamo.decorators", "False True"]
 
 
 def test_a_part_of_the_compiler_is_imported_once_whoever_imports_it_first() -> None:
