@@ -67,7 +67,7 @@ class WaitingTimes:
         self, core: EngineCore, tenant: str, num_preparing: int, num_own_preparing: int, prompt_tokens: int | None
     ) -> float:
         manager = core.manager
-        num_ahead = manager.num_waiting + num_preparing
+        num_ahead, ahead = manager.num_waiting + num_preparing, None
         if self._policy == "fair":
             # Tenants take turns: before each sequence of this one, at most one of each other one starts.
             num_own = manager.queued.of(tenant).num_sequences + num_own_preparing
@@ -75,8 +75,9 @@ class WaitingTimes:
             num_ahead = min(num_ahead, (num_own + 1) * num_tenants - 1)
         elif prompt_tokens is not None:
             # Longer prompts wait, but for the share of the oldest ones.
-            num_ahead = min(num_ahead, ceil(manager.queued.num_not_longer(prompt_tokens) / SHORT_SHARE))
-        return core.latency.waiting_time.seconds(manager, num_ahead) if num_ahead else 0.0
+            ahead = manager.queued.not_longer(prompt_tokens)
+            num_ahead = min(num_ahead, ceil(ahead.num_sequences / SHORT_SHARE))
+        return core.latency.waiting_time.seconds(manager, num_ahead, ahead) if num_ahead else 0.0
 
     async def keep_current(self) -> None:
         """Correct the predictions, from time to time, until this is cancelled."""

@@ -15,6 +15,7 @@ from servekit.latency.answer_lengths import AnswerLengths
 from servekit.latency.latency_model import LatencyModel, StepWork
 from servekit.latency.roll_forward import RollForward
 from servekit.scheduler.checkpoint import save_manager
+from servekit.scheduler.queued_work import WorkCount
 from servekit.scheduler.workload_manager import WorkloadManager
 
 
@@ -33,17 +34,19 @@ class WaitingTime:
         self._lengths = lengths
         self.correction = 1.0
 
-    def seconds(self, manager: WorkloadManager, num_ahead: int) -> float:
+    def seconds(self, manager: WorkloadManager, num_ahead: int, ahead: WorkCount | None = None) -> float:
         """Return how long a sequence waits until it starts, with so many waiting before it.
 
+        `ahead` are the queued prompts that these are like, and of which all come before it; by default, all prompts.
         Returns 0 until a step was measured and an answer has ended, because requests are not refused for unknown times.
         """
-        return self.correction * self._uncorrected_s(manager, num_ahead)
+        return self.correction * self._uncorrected_s(manager, num_ahead, ahead)
 
-    def _uncorrected_s(self, manager: WorkloadManager, num_ahead: int) -> float:
+    def _uncorrected_s(self, manager: WorkloadManager, num_ahead: int, ahead: WorkCount | None = None) -> float:
         if not (self._model.is_known and self._lengths.is_known):
             return 0.0
-        config, queued, length = manager.config, manager.queued.total, self._lengths.mean
+        config, length = manager.config, self._lengths.mean
+        queued = manager.queued.total if ahead is None else ahead
         prompt_length = queued.num_tokens / queued.num_sequences if queued.num_sequences else 0.0
         missing_share = 1.0
         if manager.num_prompt_tokens:
@@ -63,6 +66,8 @@ class WaitingTime:
         rest_s = prompt_s * manager.num_prefill_tokens / max(1.0, num_missing) + num_steps * nothing_s
         # Those that come later, of other tenants, are not waited for.
         share_ahead = min(1.0, num_ahead / max(1, manager.num_waiting))
+        if ahead is not None:
+            share_ahead = ahead.num_tokens / max(1, manager.queued.total.num_tokens)
         return max(of_slots_s, share_ahead * rest_s)
 
     def may_play(self, manager: WorkloadManager) -> bool:

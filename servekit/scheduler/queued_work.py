@@ -12,6 +12,8 @@ from msgspec import Struct
 
 from servekit.scheduler.sequence import Sequence
 
+MAX_SIZE_BITS = 63
+
 
 class WorkCount(Struct, gc=False):
     """How much is queued."""
@@ -72,8 +74,8 @@ class QueuedWork:
     def __init__(self) -> None:
         self.total = WorkCount()
         self._by_tenant: dict[str, WorkCount] = {}  # only tenants with queued sequences
-        # How many have prompts of 2^(i - 1) to 2^i - 1 tokens. The policy `shortest` takes these for equally long.
-        self._num_of_size = [0] * 64
+        # Prompts of 2^(i - 1) to 2^i - 1 tokens. The policy `shortest` takes these for equally long.
+        self._of_size = [WorkCount() for _ in range(MAX_SIZE_BITS + 1)]
 
     def of(self, tenant: str) -> WorkCount:
         """What one tenant has queued."""
@@ -83,19 +85,19 @@ class QueuedWork:
         """What each tenant has queued that has something queued."""
         return self._by_tenant
 
-    def num_not_longer(self, prompt_tokens: int) -> int:
-        """How many prompts are shorter than one of so many tokens, or count as equally long."""
-        return sum(self._num_of_size[: prompt_tokens.bit_length() + 1])
+    def not_longer(self, prompt_tokens: int) -> WorkCount:
+        """The prompts that are shorter than one of so many tokens, or count as equally long."""
+        return _sum(self._of_size[: prompt_tokens.bit_length() + 1])
 
     def add(self, sequence: Sequence) -> None:
         """A sequence was added."""
-        self._num_of_size[sequence.prompt_length.bit_length()] += 1
+        self._of_size[sequence.prompt_length.bit_length()].add(1, sequence.prompt_length)
         self.total.add(1, sequence.prompt_length)
         self._by_tenant.setdefault(sequence.tenant, WorkCount()).add(1, sequence.prompt_length)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence that was queued is in its first step, or has ended."""
-        self._num_of_size[sequence.prompt_length.bit_length()] -= 1
+        self._of_size[sequence.prompt_length.bit_length()].add(-1, -sequence.prompt_length)
         self.total.add(-1, -sequence.prompt_length)
         count = self._by_tenant[sequence.tenant]
         count.add(-1, -sequence.prompt_length)

@@ -34,7 +34,7 @@ def core(max_drafts: int = 0, **num_of_tenants: int) -> EngineCore:
             )
     config = SimpleNamespace(max_drafts=max_drafts)
     manager = SimpleNamespace(num_waiting=sum(num_of_tenants.values()), queued=queued, config=config)
-    waiting_time = SimpleNamespace(seconds=lambda _, num_ahead: SECONDS_EACH * num_ahead)
+    waiting_time = SimpleNamespace(seconds=lambda _, num_ahead, ahead: SECONDS_EACH * num_ahead)
     return cast(EngineCore, SimpleNamespace(manager=manager, latency=SimpleNamespace(waiting_time=waiting_time)))
 
 

@@ -272,6 +272,17 @@ def test_the_waiting_time_of_a_line_is_predicted(service: Service, num_waiting: 
     assert predicted_s == pytest.approx(service.first_tokens_s[last] - began_s, rel=0.35)
 
 
+def test_behind_short_prompts_the_waiting_time_is_as_if_there_were_no_others(service: Service) -> None:
+    for _ in range(8):
+        service.add(max_tokens=5)
+    manager, waiting_time = service.manager, service.predictor.waiting_time
+    without_others_s = waiting_time.seconds(manager, 8)
+    for _ in range(40):
+        service.add(prompt_length=400, max_tokens=5)
+    assert waiting_time.seconds(manager, 8, manager.queued.not_longer(10)) == pytest.approx(without_others_s, rel=0.1)
+    assert waiting_time.seconds(manager, 48, manager.queued.not_longer(400)) > 3 * without_others_s > 0
+
+
 def test_no_waiting_time_is_predicted_where_nothing_is_known() -> None:
     service = Service()
     for _ in range(50):

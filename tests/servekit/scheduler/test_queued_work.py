@@ -25,19 +25,10 @@ def test_prompts_within_a_power_of_two_count_as_equally_long() -> None:
     sequences = [make_sequence(number, prompt_length=length) for number, length in enumerate((1, 4, 7, 8, 1000))]
     for sequence in sequences:
         queued.add(sequence)
-    assert [queued.num_not_longer(length) for length in (1, 2, 3, 4, 5, 8, 511, 512, 10**9)] == [
-        1,
-        1,
-        1,
-        3,
-        3,
-        4,
-        4,
-        5,
-        5,
-    ]
+    numbers = [queued.not_longer(length).num_sequences for length in (1, 2, 3, 4, 5, 8, 511, 512, 10**9)]
+    assert numbers == [1, 1, 1, 3, 3, 4, 4, 5, 5] and queued.not_longer(10**9) == queued.total
     queued.remove(sequences[1])
-    assert queued.num_not_longer(4) == 2
+    assert queued.not_longer(4) == WorkCount(2, 8)
 
 
 def test_a_sequence_is_queued_until_its_first_step_or_its_end() -> None:
