@@ -43,7 +43,7 @@ from servekit.scheduler.recording import (
 )
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
-from servekit.scheduler.step import SequenceToken
+from servekit.scheduler.step import SequenceToken, Step
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.scenario import Scenario
 from servekit.simulation.service import RecklessPredictor, Simulation
@@ -115,13 +115,15 @@ def comparable(value: Any) -> Any:
         return [comparable(each) for each in value if each not in ended]
     if isinstance(value, set):
         return sorted(value)
-    if isinstance(value, Struct) or value is None or isinstance(value, int | float | str | bytes | frozenset):
+    is_compared_whole = isinstance(value, Struct) and not isinstance(value, Step)
+    if is_compared_whole or value is None or isinstance(value, int | float | str | bytes | frozenset):
         return value
     return {name: comparable(getattr(value, name)) for name in fields_of(value)}
 
 
 def fields_of(value: Any) -> list[str]:
-    return [name for name in getattr(value, "__slots__", None) or vars(value) if name not in _NOT_COMPARED]
+    names = value.__struct_fields__ if isinstance(value, Step) else getattr(value, "__slots__", None) or vars(value)
+    return [name for name in names if name not in _NOT_COMPARED]
 
 
 def all_of(manager: WorkloadManager) -> dict[str, Any]:
