@@ -92,6 +92,7 @@ _NOT_COMPARED = {
     # A restored manager writes them when they are needed, from the sequences.
     *("_future_peak", "_changed", "_unsteady", "_has_advanced", "peak_entry"),
     *("log", "history", "prefills", "left_out"),  # no decision depends on these: they explain
+    "_prefetches",  # nor on these: a worker that does not get them reads later
 }
 
 
