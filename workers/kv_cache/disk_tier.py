@@ -21,6 +21,7 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -161,10 +162,11 @@ class DiskTier:
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 path = Path(entry.path)
-                if path.suffix == _UNFINISHED:
-                    path.unlink()
-                elif path.suffix == _SUFFIX and (key := _key_of(path)) is not None:
-                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, key))
+                with contextlib.suppress(FileNotFoundError):  # another worker deletes what was not used for long
+                    if path.suffix == _UNFINISHED:
+                        path.unlink()
+                    elif path.suffix == _SUFFIX and (key := _key_of(path)) is not None:
+                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, key))
         for _, key in sorted(found):
             self._keys[key] = None
         self._delete_oldest()
@@ -237,16 +239,20 @@ class DiskTier:
     def _delete_unused(self) -> None:
         """Delete the blocks of all other folders that were not used for long: nothing else might ever read them.
 
-        A worker that uses such a folder computes the block again. The folders stay, because a worker may claim one now.
+        The folder of a living worker is left alone. If a worker claims one just now, it computes the block again. The
+        folders stay, because a worker may claim one at any time.
         """
         lock = self._folder / "lock"
-        with contextlib.suppress(OSError):
+        try:
             os.utime(lock)
             newest_s = lock.lstat().st_mtime - UNUSED_S  # by the clock that the times of files are from
-            for folder in _private_folders_in(self._folder.parent.parent):
-                for other in _private_folders_in(folder):
-                    if other != self._folder:
-                        _delete_blocks(other, newest_s)
+        except OSError as error:
+            log.warning("unused KV blocks are not deleted, because %s cannot be used: %s", lock, error)
+            return
+        for folder in _private_folders_in(self._folder.parent.parent):
+            for other in _private_folders_in(folder):
+                if other != self._folder:
+                    _delete_blocks(other, newest_s)
 
     def _delete_oldest(self) -> None:
         while True:
@@ -273,16 +279,59 @@ def _is_private(folder: Path) -> bool:
 
 
 def _private_folders_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _is_private(path)]
+    """Return the private folders in a folder, as far as they can be seen: others may delete some meanwhile."""
+    found = []
+    with _log_failure("%s cannot be searched for KV blocks", folder):
+        for path in folder.iterdir():
+            with _log_failure("%s cannot be looked at", path):
+                if _is_private(path):
+                    found.append(path)
+    return found
 
 
 def _delete_blocks(folder: Path, newest_s: float) -> None:
-    """Delete the files of blocks in a folder that were not used since that time."""
-    for path in folder.iterdir():
-        if path.suffix in (_SUFFIX, _UNFINISHED) and _key_of(path) is not None:
-            with contextlib.suppress(OSError):
-                if path.lstat().st_mtime < newest_s:
+    """Delete the files of blocks in a folder that were not used since that time, unless a worker has claimed it.
+
+    The folder is not locked meanwhile: the next worker that wants it would take another one, and miss its blocks.
+    """
+    with _log_failure("unused KV blocks in %s are not deleted", folder):
+        unused = [path for path in folder.iterdir() if _is_unused_block(path, newest_s)]
+        if unused and not _is_claimed(folder):
+            for path in unused:
+                with contextlib.suppress(FileNotFoundError):
                     path.unlink()
+
+
+def _is_unused_block(path: Path, newest_s: float) -> bool:
+    if path.suffix not in (_SUFFIX, _UNFINISHED) or _key_of(path) is None:
+        return False
+    try:
+        return path.lstat().st_mtime < newest_s
+    except FileNotFoundError:
+        return False
+
+
+def _is_claimed(folder: Path) -> bool:
+    """Return whether a living worker has the folder. Raises OSError, for example if no worker ever had it."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+@contextlib.contextmanager
+def _log_failure(what: str, path: Path) -> Iterator[None]:
+    """Go on after an OSError, and log it: the rest can be cleaned up."""
+    try:
+        yield
+    except FileNotFoundError as error:  # somebody else has deleted it
+        log.debug(f"{what}: %s", path, error)
+    except OSError as error:
+        log.warning(f"{what}: %s", path, error)
 
 
 def _private(path: str, flags: int) -> int:

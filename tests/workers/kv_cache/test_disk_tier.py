@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,14 +210,53 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: py
     assert len(first) == 0 and os.listdir(only_folder(tmp_path / "shared")) == ["lock"]
 
 
+def of_ended_worker(folder: Path) -> Path:
+    """Return the folder of a worker that wrote `KEYS[:3]` and has ended."""
+    assert subprocess.run([sys.executable, "-c", WRITER, folder], check=False, timeout=60).returncode == 9
+    (written,) = {path.parent for path in folder.rglob(f"{KEYS[2].hex()}.block")}
+    return written
+
+
+def test_blocks_of_a_living_worker_are_kept_however_old_they_are(tmp_path: Path) -> None:
+    living = make_tier(tmp_path, "old")
+    write(living, KEYS[0])
+    path = file_of(tmp_path, KEYS[0])
+    os.utime(path, (0, 0))
+    write(make_tier(tmp_path, "new"), KEYS[3])  # it deletes before it writes
+    assert path.exists() and living.read([KEYS[0]]) == {KEYS[0]: BLOCKS[KEYS[0]]}
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "it has vanished"), PermissionError(13, "Permission denied")])
+def test_a_folder_that_cannot_be_read_does_not_keep_blocks_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError
+) -> None:
+    old = of_ended_worker(tmp_path)
+    for block in old.glob("*.block"):
+        os.utime(block, (0, 0))
+    odd = [tmp_path / "odd", old.parent / "odd"]
+    for folder in odd:
+        folder.mkdir(mode=0o700)
+    iterate = Path.iterdir
+
+    def odd_ones_first(folder: Path) -> Iterator[Path]:
+        if folder in odd:
+            raise error
+        return iter(sorted(iterate(folder), key=lambda path: path.name != "odd"))
+
+    monkeypatch.setattr(Path, "iterdir", odd_ones_first)
+    write(make_tier(tmp_path, "new"), KEYS[3])
+    assert [path.name for path in iterate(old)] == ["lock"]
+    warned = [each.args[0] for each in caplog.records if isinstance(each.args, tuple)]
+    assert warned == ([] if isinstance(error, FileNotFoundError) else odd)
+
+
 def test_blocks_of_models_that_are_not_used_any_more_are_deleted_after_a_month(tmp_path: Path) -> None:
     month_s, others = 30 * 24 * 3600, tmp_path / "notes" / "0"
     others.mkdir(parents=True)
     for folder in (others.parent, others):
         folder.chmod(0o755)  # of somebody else: not a worker's
     (others / f"{KEYS[0].hex()}.block").write_bytes(b"")
-    write(make_tier(tmp_path, "old"), *KEYS[:3])
-    (old,) = {path.parent for path in tmp_path.rglob(f"{KEYS[2].hex()}.block")}
+    old = of_ended_worker(tmp_path)
     for key, days in ((KEYS[0], 31), (KEYS[1], 29)):
         used_s = time.time() - month_s - (days - 30) * 24 * 3600
         os.utime(old / f"{key.hex()}.block", (used_s, used_s))
