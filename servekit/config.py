@@ -955,6 +955,13 @@ def doubts(config: ServeConfig) -> list[str]:
             f"device = {config.device!r} has no effect: with listen_workers the server starts no worker itself, and "
             "those that join have a --device of their own; data_parallel_size = 1 starts one"
         )
+    scaling = ("scale_target_wait", "scale_up_delay", "scale_down_delay")
+    unused = [name for name in scaling if getattr(config, name) != getattr(ServeConfig(), name)]
+    if unused and config.max_data_parallel_size is None:
+        found.append(
+            f"{', '.join(unused)}: without effect, because the number of replicas changes only with placement = 'ray' "
+            "and max_data_parallel_size"
+        )
     if config.load_format == "dummy":
         found.append("load_format = 'dummy': the weights are random, so the model's answers mean nothing")
     return found

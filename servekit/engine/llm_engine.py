@@ -7,7 +7,6 @@ tokens to text and fills the clients' queues. All of them run on the event loop'
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
@@ -364,11 +363,13 @@ class LLMEngine(OneModel):
 
         If graceful, the worker may exit by itself before it is killed.
         """
-        for task in (*self._prediction_tasks, self._main_loop):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        tasks = [task for task in (*self._prediction_tasks, self._main_loop) if task is not None]
+        for task in tasks:
+            task.cancel()
+        # Errors are collected: the workers, and the process that places them, must be stopped whatever a task met.
+        for task, error in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+            if isinstance(error, Exception):  # and not that it was cancelled
+                log.error("%s ended with an error", task.get_name(), exc_info=error)
         self._probe.stop()
         self.fail_all(shutting_down())
         if self._worker_pool is not None:

@@ -84,8 +84,10 @@ class WorkerPlacer:
         return f"the process that places workers ended with code {process.returncode}"
 
     def _write(self, message: msgspec.Struct) -> None:
-        if self._process is not None and self._process.returncode is None:
-            assert self._process.stdin is not None
+        if self._process is None or self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():  # else it ends now; the next one gets `num_workers` with its job
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     async def _read_failures(self, process: asyncio.subprocess.Process) -> None:

@@ -34,6 +34,11 @@ class WaitingTime:
         self._lengths = lengths
         self.correction = 1.0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was measured and an answer has ended."""
+        return self._model.is_known and self._lengths.is_known
+
     def seconds(self, manager: WorkloadManager, num_ahead: int, ahead: WorkCount | None = None) -> float:
         """Return how long a sequence waits until it starts, with so many waiting before it.
 
@@ -43,7 +48,7 @@ class WaitingTime:
         return self.correction * self._uncorrected_s(manager, num_ahead, ahead)
 
     def _uncorrected_s(self, manager: WorkloadManager, num_ahead: int, ahead: WorkCount | None = None) -> float:
-        if not (self._model.is_known and self._lengths.is_known):
+        if not self.is_known:
             return 0.0
         config, length = manager.config, self._lengths.mean
         queued = manager.queued.total if ahead is None else ahead

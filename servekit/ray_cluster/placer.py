@@ -261,11 +261,14 @@ class Placer:
         self._workers: list[PlacedWorker] = []
 
     def set_num_workers(self, num_workers: int) -> None:
-        """Place more workers, or let the newest ones leave."""
+        """Place more workers, or let some leave: first those that wait for resources, and of each kind the newest."""
         while len(self._workers) < num_workers:
             self._workers.append(PlacedWorker(self._cluster))
         while len(self._workers) > num_workers:
-            self._workers.pop().leave()
+            waiting = [each for each in self._workers if not each.is_running]
+            leaving = (waiting or self._workers)[-1]
+            self._workers.remove(leaving)
+            leaving.leave()
 
 
 class PlacedWorker:
@@ -278,6 +281,12 @@ class PlacedWorker:
         self._actor: Any = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="places a worker")
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has its resources."""
+        with self._lock:
+            return self._actor is not None
 
     def leave(self) -> None:
         """Let the worker finish its steps and end, in the background."""

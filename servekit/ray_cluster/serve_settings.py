@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,11 +10,32 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from servekit.config import ServeConfig, advice, load_config
+from servekit.config import ENVIRONMENT_PREFIX, ServeConfig, advice, load_config
 from servekit.errors import ConfigError
+from servekit.joining.worker_placer import check_placement
+from servekit.protocol.speculative_config import parse_speculative
 from servekit.simulation.model import is_simulated
 
 Count = Annotated[int, Meta(ge=1, le=1024)]
+
+# Settings that are a path, besides the model. Paths are also in `lora` and `speculative`.
+PATHS = (
+    "models",
+    "kv_offload_dir",
+    "api_keys_file",
+    "worker_key_file",
+    "worker_tls_cert",
+    "worker_tls_key",
+    "chat_template",
+    "cache_dir",
+    "batch_dir",
+    "journal",
+    "profile",
+)
+# Settings by which Ray Serve scales, and not the servers.
+SCALING = ("scale_target_wait", "scale_up_delay", "scale_down_delay")
+# Settings without which a server takes requests from everyone.
+KEYS = ("api_key", "api_keys_file")
 
 
 class AppSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,21 +110,55 @@ def _app_settings(given: Mapping[str, Any]) -> AppSettings:
 
 
 def _environment(given: Mapping[str, Any], config: ServeConfig) -> dict[str, str]:
-    """Return the settings as variables. The model's path must not depend on the folder in which a replica runs."""
-    found = {f"SERVEKIT_{name.upper()}": str(value) for name, value in given.items()}
+    """Return the settings as variables. Paths must not depend on the folder in which a replica runs."""
+    found = {name: str(value) for name, value in given.items() if name not in SCALING}
     if not is_simulated(config.model) and Path(config.model).exists():
-        found["SERVEKIT_MODEL"] = str(Path(config.model).resolve())
-    return found
+        found["model"] = str(Path(config.model).resolve())
+    found |= {name: _absolute(found[name]) for name in PATHS if name in found}
+    if config.lora is not None:
+        adapters = (entry.partition("=") for entry in config.lora.split(","))
+        found["lora"] = ",".join(f"{name}{sign}{_absolute(path)}" for name, sign, path in adapters)
+    drafter = parse_speculative(config.speculative).path
+    if drafter and Path(drafter).exists():  # else it is the name of a repository
+        found["speculative"] = config.speculative.replace(f":{drafter}", f":{_absolute(drafter)}", 1)
+    return {_variable(name): value for name, value in found.items()}
+
+
+def server_environment(node: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a server: those of its node, with the settings of the application only.
+
+    Settings that only a node has were not checked, and differ from those of other servers. Raises ConfigError if the
+    node has API keys and the application has none: without them, the server would take requests from everyone.
+    """
+    if not any(_variable(name) in settings for name in KEYS):
+        for name in KEYS:
+            if node.get(_variable(name)):
+                raise ConfigError(
+                    f"the variable {_variable(name)} of this node has no effect with Ray Serve, and the application "
+                    f"has no API keys; give {name} as an argument of the application, or unset the variable"
+                )
+    return {name: value for name, value in node.items() if not name.startswith(ENVIRONMENT_PREFIX)} | {**settings}
+
+
+def _variable(name: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{name.upper()}"
+
+
+def _absolute(path: str) -> str:
+    """Return a path from the root. Links stay, because they may lead elsewhere later; `~` is the server's home."""
+    return os.path.abspath(path) if path and not path.startswith("~") else path
 
 
 def _check(application: Application) -> None:
     """Raise ConfigError for settings that Ray Serve decides, or that the replicas need."""
     config, default = application.config, ServeConfig()
-    if config.placement != "local" or config.listen_workers is not None:
-        name = "placement" if config.placement != "local" else "listen_workers"
-        raise ConfigError(
-            f"{name} = {getattr(config, name)!r}: with Ray Serve each server has workers on its own node; leave it out"
-        )
+    for name in ("placement", "listen_workers", "max_data_parallel_size"):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(
+                f"{name} = {getattr(config, name)!r}: with Ray Serve each server has workers on its own node, and "
+                "max_replicas is the most servers; leave it out"
+            )
+    check_placement(config)
     for name in ("host", "port", "reuse_port"):
         if getattr(config, name) != getattr(default, name):
             raise ConfigError(

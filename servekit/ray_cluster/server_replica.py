@@ -18,6 +18,7 @@ from yarl import URL
 
 from servekit.ray_cluster.forwarding import ForwardedRequest, Headers, end_to_end
 from servekit.ray_cluster.scaling import report
+from servekit.ray_cluster.serve_settings import server_environment
 
 log = logging.getLogger("ray.serve")
 
@@ -49,8 +50,13 @@ class ServerReplica:
     ) -> None:
         """Start the server, and wait until it is ready. Raises RuntimeError if it ends, or takes too long.
 
-        `num_slots` is how many sequences run at a time in each replica that the server has itself.
+        `num_slots` is how many sequences run at a time in each replica that the server has itself. Raises ConfigError
+        if the node has API keys in its variables, and the settings have none.
         """
+        variables = server_environment(os.environ, environment)
+        ignored = sorted(os.environ.keys() - variables.keys())
+        if ignored:
+            log.warning("ignoring %s of this node: all settings are those of the application", ", ".join(ignored))
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._num_slots = num_slots
@@ -66,7 +72,7 @@ class ServerReplica:
         self._process = subprocess.Popen(  # noqa: ASYNC220  # takes some milliseconds, and nothing else runs here
             [sys.executable, "-P", "-c", _LAUNCH, str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment, "SERVEKIT_HOST": "127.0.0.1", "SERVEKIT_PORT": str(port)},
+            env={**variables, "SERVEKIT_HOST": "127.0.0.1", "SERVEKIT_PORT": str(port)},
         )
         try:
             await self._wait_until_ready(load_timeout_s)

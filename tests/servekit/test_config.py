@@ -230,6 +230,10 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
     joining = {"listen_workers": "unix:/run/servekit.sock", "device": "cuda:1"}
     assert "the server starts no worker itself" in doubts(load_config(joining, {}))[0]
     assert not doubts(load_config({**joining, "data_parallel_size": "1"}, {}))
+    scaled = {"scale_target_wait": "1", "scale_down_delay": "60"}
+    assert doubts(load_config(scaled, {}))[0].startswith("scale_target_wait, scale_down_delay: without effect")
+    assert doubts(load_config({**scaled, "placement": "ray"}, {}))
+    assert not doubts(load_config({**scaled, "placement": "ray", "max_data_parallel_size": "2"}, {}))
 
 
 @pytest.mark.parametrize(

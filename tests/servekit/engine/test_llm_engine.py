@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,6 +27,24 @@ async def test_an_engine_that_loads_is_healthy_and_rejects_requests_with_its_sta
         _ = engine.scheduler_config
     engine.fail_all(WorkerNotReady("shutting down"))
     assert (await engine.live_view()).state.state == "loading"
+
+
+async def test_an_error_of_a_task_does_not_keep_workers_from_being_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise BrokenPipeError("the process has ended")
+
+    async def note(what: str) -> None:
+        stopped.append(what)
+
+    stopped: list[str] = []
+    engine = LLMEngine(ServeConfig())
+    pool = SimpleNamespace(stop=lambda: note("workers"), stop_placing=lambda: note("placing"))
+    engine._worker_pool = cast(Any, pool)
+    engine._prediction_tasks.append(asyncio.create_task(fail(), name="worker scaling"))
+    await asyncio.sleep(0)
+    await engine.stop()
+    assert stopped == ["workers", "placing"]
+    assert "worker scaling ended with an error" in caplog.text
 
 
 class StandIns:

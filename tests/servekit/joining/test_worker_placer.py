@@ -76,6 +76,22 @@ async def test_a_placing_process_that_does_not_start_is_reported(monkeypatch: py
         assert pool._placer is not None and not pool._placer._running.done()
 
 
+async def test_nothing_is_written_to_a_placing_process_that_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: bytes) -> None:
+        raise BrokenPipeError
+
+    async with placing() as pool, asyncio.timeout(ENOUGH_S):
+        worker = await pool.next_worker()
+        assert pool._placer is not None and pool._placer._process is not None
+        stdin = pool._placer._process.stdin
+        assert stdin is not None
+        stdin.close()
+        monkeypatch.setattr(stdin, "write", fail)
+        pool.num_placed = 2
+        assert pool.num_placed == 2
+        await worker.connection.end()
+
+
 async def test_a_placing_process_that_ends_later_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placing() as pool, asyncio.timeout(ENOUGH_S):
         first = await pool.next_worker()

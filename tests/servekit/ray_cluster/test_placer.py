@@ -97,6 +97,21 @@ def test_a_worker_that_waits_for_room_gets_it_when_another_leaves(monkeypatch: p
     wait_until(lambda: cluster.num_reserved == 0)
 
 
+def test_a_worker_that_waits_for_room_leaves_before_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = StandInCluster(room=2)
+    placing = Placer(cast(Cluster, cluster))
+    placing.set_num_workers(2)
+    older, newer = placing._workers
+    wait_until(lambda: older.is_running and newer.is_running)
+    monkeypatch.setattr(cluster, "reserve", lambda stopping: stopping.wait(ENOUGH_S) and None)  # there is no room
+    older._actor.ends.put((None, "the node is gone"))
+    wait_until(lambda: not older.is_running)
+    placing.set_num_workers(1)
+    assert placing._workers == [newer] and newer.is_running
+    placing.set_num_workers(0)
+    wait_until(lambda: cluster.num_reserved == 0)
+
+
 def test_a_worker_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placer, "LEAVE_TIMEOUT_S", 0.05)
     cluster = StandInCluster(room=1)

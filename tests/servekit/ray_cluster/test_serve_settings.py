@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from servekit.config import settings
 from servekit.errors import ConfigError
-from servekit.ray_cluster.serve_settings import read_arguments
+from servekit.ray_cluster.serve_settings import PATHS, read_arguments, server_environment
 
 
 def test_arguments_are_those_of_the_application_and_the_settings_of_the_servers() -> None:
@@ -30,6 +32,42 @@ def test_a_relative_path_is_the_same_model_wherever_a_replica_runs(
     assert read_arguments({"model": "model"}).environment["SERVEKIT_MODEL"] == str(tmp_path / "model")
 
 
+def test_relative_paths_are_the_same_wherever_a_replica_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    paths = {name: f"folder/{name}" for name in PATHS if name != "api_keys_file"}
+    variables = read_arguments(
+        {**paths, "lora": "a=one,b=/two", "speculative": "ngram+draft:small:4", "scale_up_delay": 1}
+    ).environment
+    for name, path in paths.items():
+        assert variables[f"SERVEKIT_{name.upper()}"] == str(tmp_path / path)
+    assert variables["SERVEKIT_LORA"] == f"a={tmp_path}/one,b=/two"
+    assert variables["SERVEKIT_SPECULATIVE"] == f"ngram+draft:{tmp_path}/small:4"
+    assert "SERVEKIT_SCALE_UP_DELAY" not in variables, "Ray Serve scales, and not the server"
+    of_hub = read_arguments({"speculative": "draft:owner/small", "kv_offload_dir": "~/blocks"}).environment
+    assert of_hub == {"SERVEKIT_SPECULATIVE": "draft:owner/small", "SERVEKIT_KV_OFFLOAD_DIR": "~/blocks"}
+
+
+def test_every_setting_with_a_path_is_made_absolute() -> None:
+    named = {each.name for each in settings() if re.search(r"\b(file|folder|directory|PATH)\b", each.description)}
+    no_paths = {"enable_lora", "batch_max_file_bytes", "journal_max_bytes", "journal_max_files", "listen_workers"}
+    assert named - no_paths == {*PATHS, "model", "lora", "speculative"}
+
+
+def test_a_server_has_the_settings_of_the_application_and_no_others_of_its_node() -> None:
+    node = {"PATH": "/bin", "HF_TOKEN": "t", "SERVEKIT_MAX_NUM_SEQS": "1", "SERVEKIT_MODEL": "other"}
+    of_server = {"PATH": "/bin", "HF_TOKEN": "t", "SERVEKIT_MODEL": "demo"}
+    assert server_environment(node, {"SERVEKIT_MODEL": "demo"}) == of_server
+
+
+def test_api_keys_of_a_node_are_not_dropped_without_a_word() -> None:
+    node = {"SERVEKIT_API_KEY": "secret"}
+    with pytest.raises(ConfigError, match=r"SERVEKIT_API_KEY of this node has no effect .* give api_key") as caught:
+        server_environment(node, {})
+    assert "secret" not in caught.value.message
+    assert server_environment(node, {"SERVEKIT_API_KEY": "own"}) == {"SERVEKIT_API_KEY": "own"}
+
+
 def test_as_many_servers_as_at_least_is_the_default_for_at_most() -> None:
     assert read_arguments({"min_replicas": 3}).settings.most_replicas == 3
 
@@ -44,6 +82,8 @@ def test_as_many_servers_as_at_least_is_the_default_for_at_most() -> None:
         ({"max_num_seqs": "x"}, r"max_num_seqs = 'x' is not accepted"),
         ({"placement": "ray"}, r"placement = 'ray': .* workers on its own node"),
         ({"listen_workers": "tcp://0.0.0.0:1"}, r"listen_workers = .* workers on its own node"),
+        ({"max_data_parallel_size": 4}, r"max_data_parallel_size = 4: .* max_replicas"),
+        ({"speculative": "unknown"}, r"'unknown' is no drafter"),
         ({"port": 9000}, r"port = 9000: .* its proxy listens"),
         ({"host": "::"}, r"host = '::': .* its proxy listens"),
         ({"api_keys_file": "keys.toml"}, r"need a key for GET /metrics"),
