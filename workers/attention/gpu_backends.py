@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor
 from workers.attention import triton_kernels, triton_rotary
 from workers.attention.interface import AttentionMetadata, AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.attention.triton_kernels import LayerPages
-from workers.device.triton_support import kernel_errors
+from workers.device.triton_support import kernel_errors, raise_device_failure
 from workers.kv_cache.kv_quantization import SCALE_BYTES, PageFormat, PlainPages, QuantizedPages
 from workers.kv_cache.pages import KVCache, LayerShape, Shape
 
@@ -41,6 +41,8 @@ MAX_POWER = 9  # of two: sequences of a step whose division is compiled at load
 # Relative distance of two kernels' results. Half precision rounds weights, in an order of each kernel's own: some 1 %.
 # A wrong page, position or part of the keys gives values near 1.
 CHECK_TOLERANCE = 0.05
+# What importing a flash package raises that was built for another torch, or looks for what this torch does not have.
+IMPORT_ERRORS = (ImportError, OSError, AttributeError, RuntimeError)
 
 
 class BackendUnavailableError(Exception):
@@ -307,7 +309,7 @@ def load_flash_attention_3(_: list[AttentionParams], block_size: int, pages: Pag
         raise BackendUnavailableError("flash-attn 3 is for GPUs of the Hopper generation only")
     try:
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
-    except (ImportError, OSError) as error:
+    except IMPORT_ERRORS as error:
         raise BackendUnavailableError(f"flash-attn 3 cannot be imported: {error}") from error
     return FlashAttention3(pages, flash_attn_with_kvcache)
 
@@ -316,9 +318,9 @@ def load_flash_attention(_: list[AttentionParams], block_size: int, pages: PageF
     """Return the flash-attn package as a backend. Raises BackendUnavailableError."""
     _check_block_size(block_size)
     try:
-        # A package that was built for another torch raises OSError. flash-attn 4 alone lacks this function.
+        # flash-attn 4 alone lacks this function.
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-    except (ImportError, OSError) as error:
+    except IMPORT_ERRORS as error:
         raise BackendUnavailableError(f"the flash-attn package cannot be imported: {error}") from error
     return FlashAttention(pages, flash_attn_varlen_func)
 
@@ -337,7 +339,7 @@ def load_varlen_attention(params: list[AttentionParams], block_size: int, pages:
         raise BackendUnavailableError("torch's own flash attention has no soft caps")
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
+    except IMPORT_ERRORS as error:
         raise BackendUnavailableError(
             f"torch {torch.__version__} has no flash attention of its own: {error}"
         ) from error
@@ -363,6 +365,13 @@ class CheckedLayer:
     @classmethod
     def of(cls, shape: LayerShape, params: AttentionParams) -> CheckedLayer:
         num_heads = params.num_heads or shape.num_kv_heads
+        # A kernel depends on whether a layer has scales of its own, and not on what they are.
+        ones = (1.0,) * shape.num_kv_heads
+        shape = replace(
+            shape,
+            key_scales=None if shape.key_scales is None else ones,
+            value_scales=None if shape.value_scales is None else ones,
+        )
         return cls(shape, num_heads, params.scale, params.window, params.softcap, params.sinks is not None)
 
 
@@ -376,14 +385,19 @@ def failure_of(
     the whole model compares one of them with transformers; it would meet few of the others, and none that splits keys.
 
     Triton compiles a kernel at its first launch, which takes about a second. After this, no request waits for that.
+
+    Raises what says nothing about the kernels: a device that failed, and our own mistakes.
     """
+    # A package of another version may have other arguments, and raise anything. Our own kernels serve in its place.
+    errors = kernel_errors() if type(backend) is TritonAttention else (Exception,)
     try:
         expected, results = _last_query_by_each_kernel(backend, layer, block_size, dtype, device)
         for kernel, result in results.items():
             distance = float((result.float() - expected.float()).norm() / expected.float().norm())
             if not distance <= CHECK_TOLERANCE:  # NaN fails, too
                 return f"{kernel} gives other results: their relative distance is {distance:.2g}"
-    except kernel_errors() as error:
+    except errors as error:
+        raise_device_failure(error)
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 

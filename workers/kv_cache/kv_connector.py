@@ -14,7 +14,10 @@ the host itself reads or writes the memory, for the disk, it waits for these cop
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +32,7 @@ from workers.kv_cache.pages import KVCache
 MAX_KEYS = 2**16  # keys that a new worker announces; more would delay the server
 MAX_DROPPED = 2**14  # keys in one report: a message has a bound
 BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take memory besides the buffer
+PINNING_LIMITS = (2, 304)  # cudaErrorMemoryAllocation and cudaErrorOperatingSystem: too much memory to be pinned
 STAGED_BYTES = 16 * 2**20  # of a GPU's memory, through which copies pass; the reserve of memory_profiling.py has room
 
 
@@ -224,30 +228,38 @@ class _DeviceCopies:
 
     def store(self, blocks: list[int], rows: list[int]) -> None:
         """Copy blocks of the pages to rows of the buffer."""
-        for first in range(0, len(rows), self._num_staged):
-            some = slice(first, first + self._num_staged)
-            staged, parts, index = self._stage(blocks[some])
-            for pages, part in zip(self._pages, parts, strict=True):
-                part.copy_(pages.index_select(0, index))
-            for row, block in zip(rows[some], staged, strict=True):
-                self._buffer[row].copy_(block, non_blocking=True)
-        self._copied = DeviceEvent(self._device)
+        with self._followed_by_event():
+            for first in range(0, len(rows), self._num_staged):
+                some = slice(first, first + self._num_staged)
+                staged, parts, index = self._stage(blocks[some])
+                for pages, part in zip(self._pages, parts, strict=True):
+                    part.copy_(pages.index_select(0, index))
+                for row, block in zip(rows[some], staged, strict=True):
+                    self._buffer[row].copy_(block, non_blocking=True)
 
     def load(self, rows: list[int], blocks: list[int]) -> None:
         """Copy rows of the buffer to blocks of the pages."""
-        for first in range(0, len(rows), self._num_staged):
-            some = slice(first, first + self._num_staged)
-            staged, parts, index = self._stage(blocks[some])
-            for row, block in zip(rows[some], staged, strict=True):
-                block.copy_(self._buffer[row], non_blocking=True)
-            for pages, part in zip(self._pages, parts, strict=True):
-                pages.index_copy_(0, index, part)
-        self._copied = DeviceEvent(self._device)
+        with self._followed_by_event():
+            for first in range(0, len(rows), self._num_staged):
+                some = slice(first, first + self._num_staged)
+                staged, parts, index = self._stage(blocks[some])
+                for row, block in zip(rows[some], staged, strict=True):
+                    block.copy_(self._buffer[row], non_blocking=True)
+                for pages, part in zip(self._pages, parts, strict=True):
+                    pages.index_copy_(0, index, part)
 
     def wait(self) -> None:
         """Return once the host may read and write the buffer."""
         if self._copied is not None:
             self._copied.wait()
+
+    @contextmanager
+    def _followed_by_event(self) -> Iterator[None]:
+        """Let `wait` wait for the copies within the context, also where memory is too small for the later ones."""
+        try:
+            yield
+        finally:
+            self._copied = DeviceEvent(self._device)
 
     def _stage(self, blocks: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return the device's memory for whole blocks, its views for each layer's pages, and the blocks' numbers."""
@@ -269,16 +281,27 @@ def split_rows(buffer: Tensor, all_pages: list[Tensor]) -> list[Tensor]:
 def _make_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:
     """Return the memory for blocks. Beside a CPU it is taken page by page at first use; for a GPU it is pinned now.
 
-    Raises RuntimeError if the operating system does not let so much be pinned.
+    Raises RuntimeError if it cannot be pinned. `is_out_of_memory` tells where that is because there is too little.
     """
-    buffer = torch.from_numpy(np.zeros((num_rows, num_bytes), dtype=np.uint8))
+    memory = np.zeros((num_rows, num_bytes), dtype=np.uint8)
     if device.type == "cuda":
         # Not by `pin_memory`: torch rounds what it pins up to a power of two, so that 33 GiB would take 64.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        error = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
         if error:
-            raise RuntimeError(f"out of memory that can be pinned (cudaHostRegister returned {error})")
-    return buffer
+            reason = "out of memory that can be pinned" if error in PINNING_LIMITS else "the memory cannot be pinned"
+            raise RuntimeError(f"{reason} (cudaHostRegister returned {error})")
+        # Otherwise the driver would take whatever has these addresses later for pinned memory. When the process ends,
+        # the driver does it itself.
+        weakref.finalize(memory, _unpin, memory.ctypes.data).atexit = False
+    return torch.from_numpy(memory)
+
+
+def _unpin(address: int) -> None:
+    # A forked process has a copy of the memory, and no device.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # copies may be under way
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def block_bytes(cache: KVCache) -> int:

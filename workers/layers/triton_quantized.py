@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.attention.triton_kernels import dot_dtype_of
+from workers.device.triton_support import raise_device_failure
 from workers.layers.linear import DenseWeight, Weight
 from workers.layers.quantized_linear import DequantizingWeight
 from workers.quantization.quantized_tensor import INT4_LEVELS, QuantizedTensor, pack_nibbles, unpack_nibbles
@@ -352,6 +353,7 @@ def _has_product(kind: type[_TorchProduct], device: torch.device) -> bool:
     try:
         kind(matrix)(torch.ones(MAX_ROWS + 1, 32, dtype=torch.bfloat16, device=device))
     except RuntimeError as error:
+        raise_device_failure(error)
         log.warning(
             "prompts are slow: torch has no product of %s on this device, so each product dequantizes its weight: %s",
             activations,

@@ -101,7 +101,8 @@ def torch_device(device: str) -> torch.device:
             "choose another --device, such as cpu"
         )
     if found.type == "cuda":
-        torch.cuda.set_device(found.index or 0)  # streams, events and Triton use the current device
+        found = torch.device("cuda", found.index or 0)  # as tensors have it: the sampler is checked once a device
+        torch.cuda.set_device(found)  # streams, events and Triton use the current device
     return found
 
 

@@ -53,7 +53,7 @@ from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.lora.lora_step import NO_ADAPTER
 from workers.parallel.ranks import Ranks
-from workers.runner.cuda_graphs import CudaCapture, DecodeGraphs
+from workers.runner.cuda_graphs import CudaCapture, DecodeGraphs, Forward
 from workers.runner.interface import OutOfMemory, Pending
 from workers.runner.memory_profiling import (
     CPU_KV_CACHE_BYTES,
@@ -539,16 +539,23 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_decodes(self, capture: Capture) -> None:
         """Let decode steps be replays of graphs from now on. Raises what capturing the largest graph raises."""
+        self._graphs = self._captured_decodes(self._forward_decodes, capture)
+
+    @torch.inference_mode()
+    def capture_decodes_with_adapters(self, capture: Capture) -> None:
+        """Let decode steps with LoRA adapters be replays of a second set of graphs: others do not pay for adapters.
+
+        Raises what capturing the largest graph raises.
+        """
+        self._graph_places = torch.full((len(self.table.num_blocks),), NO_ADAPTER, device=self.loaded.device)
+        self._lora_graphs = self._captured_decodes(self._forward_adapted_decodes, capture)
+
+    def _captured_decodes(self, forward: Forward, capture: Capture) -> DecodeGraphs:
         max_rows, width = len(self.table.num_blocks), self.table.block_tables.shape[1]
         sizes = (max_rows, width, self.cache.block_size, self.loaded.info.vocab_size)
-        graphs = DecodeGraphs(self._forward_decodes, *sizes, self.loaded.device, capture)
+        graphs = DecodeGraphs(forward, *sizes, self.loaded.device, capture)
         graphs.capture_all()
-        self._graphs = graphs
-        if self.loaded.lora is not None:  # a second set: steps without adapters do not pay for them
-            self._graph_places = torch.full((max_rows,), NO_ADAPTER, device=self.loaded.device)
-            adapted = DecodeGraphs(self._forward_adapted_decodes, *sizes, self.loaded.device, capture)
-            adapted.capture_all()
-            self._lora_graphs = adapted
+        return graphs
 
     @torch.inference_mode()
     def capture_mixed_steps(self, capture: Capture) -> None:
@@ -583,20 +590,17 @@ class ModelRunner:
         give other logits are left out.
         """
         info, sample = self.loaded.info, self.loaded.sample
-        is_exact = self.attention.page_dtype is self.loaded.dtype
+        is_exact, tolerance = self._has_exact_pages, self._logits_tolerance
         # Errors of keys and values that are rounded to a byte add up with the number of tokens.
         max_tokens = len(sample.token_ids) if is_exact else ROUNDED_TOKENS
         num_tokens = min(len(sample.token_ids), max_tokens, self.cache.num_blocks * self.cache.block_size)
         plain = sample.logits[num_tokens - 1]
-        paged = self._run_in_chunks(sample.token_ids[:num_tokens], self._self_check_ends(num_tokens))
+        paged = self._run_in_chunks(sample.token_ids[:num_tokens])
         if (
             self.loaded.device.type == "cuda"
         ):  # all at once: from 65 rows on, quantized weights are multiplied otherwise
             paged = torch.cat([paged, self._run_in_chunks(sample.token_ids[:num_tokens], [num_tokens])])
         distance = float((paged - plain).norm(dim=-1).max() / plain.norm())
-        # Where sums are rounded differently, activations may be rounded to the next step of eight bits.
-        is_near = is_exact and not self.loaded.rounds_activations
-        tolerance = SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_near else ROUNDED_TOLERANCE
         if not distance <= tolerance:  # NaN fails, too
             exact = "--kv-cache-dtype auto keeps its keys and values exact"
             remedy = "choose one of docs/architectures.md" if is_exact else exact
@@ -604,7 +608,21 @@ class ModelRunner:
                 f"architecture {info.architecture} cannot be served: over KV pages its logits differ from "
                 f"transformers' own by {distance:.2g} (relative), and {tolerance:.2g} is allowed; {remedy}"
             )
+        if self._graphs is not None:
+            self._check_graphs_of_several(sample.token_ids[:num_tokens])
         return distance
+
+    @property
+    def _has_exact_pages(self) -> bool:
+        """Whether pages hold keys and values as the model computes them."""
+        return self.attention.page_dtype is self.loaded.dtype
+
+    @property
+    def _logits_tolerance(self) -> float:
+        """How far logits of the same tokens may be apart (relative), where they are computed in other ways."""
+        # Where sums are rounded differently, what is rounded to eight bits may become the next of their numbers.
+        is_near = self._has_exact_pages and not self.loaded.rounds_activations
+        return SELF_CHECK_TOLERANCE[self.loaded.dtype] if is_near else ROUNDED_TOLERANCE
 
     def _self_check_ends(self, num_tokens: int) -> list[int]:
         """Return where the chunks of the self-check end."""
@@ -612,10 +630,12 @@ class ModelRunner:
         possible_ends = {num_tokens // 2, num_tokens - 9, num_tokens - 4, num_tokens - 1, num_tokens}
         return sorted(end for end in possible_ends if end > 0)
 
-    def _run_in_chunks(self, token_ids: tuple[int, ...], ends: list[int]) -> Tensor:
-        """Return [2, vocab_size]: the last logits of a sequence computed in chunks, and again from the head alone."""
-        num_tokens, block_size = len(token_ids), self.cache.block_size
-        blocks = tuple(reversed(range(-(-num_tokens // block_size))))
+    def _run_in_chunks(self, token_ids: tuple[int, ...], ends: list[int] | None = None) -> Tensor:
+        """Return [2, vocab_size]: the last logits of a sequence computed in chunks, and again from the head alone.
+
+        `ends`: where the chunks end; None for those of the self-check.
+        """
+        blocks, ends = self._self_check_blocks(len(token_ids)), ends or self._self_check_ends(len(token_ids))
         assignment = SlotAssignment(slot=0, sampling=SamplingParams(max_tokens=1, temperature=0.0))
         for start, stop in zip([0, *ends], ends, strict=False):
             new_blocks = () if start else blocks
@@ -628,13 +648,38 @@ class ModelRunner:
             self._check_graphs(batch, logits)
         return torch.cat([logits, from_head])
 
+    def _self_check_blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the blocks of the self-check's sequence."""
+        return tuple(reversed(range(-(-num_tokens // self.cache.block_size))))
+
+    def _check_graphs_of_several(self, token_ids: tuple[int, ...]) -> None:
+        """Compare graphs of three sequences, all of which read the pages of the one that has just been computed.
+
+        They store nothing: the cells hold these tokens' keys and values, and the other sequences read them.
+        """
+        sampling, num_tokens = SamplingParams(max_tokens=1, temperature=0.0), len(token_ids)
+        slots = range(min(3, len(self.table.num_blocks), num_tokens - 1))
+        if not slots:
+            return
+        blocks = self._self_check_blocks(num_tokens)
+        for num_first in (1, 2):  # decodes; then a step with a prompt
+            chunks = []
+            for slot in slots:
+                stop, count = num_tokens - slot, 1 if slot else num_first
+                some = token_ids[stop - count : stop]
+                chunks.append(ScheduledChunk(slot, stop - count, count, some, blocks, samples=True))
+            assignments = tuple(SlotAssignment(slot=slot, sampling=sampling) for slot in slots)
+            batch = make_batch(StepPlan(0, 0, assignments, tuple(chunks)), self.table)
+            batch.attention.slot_mapping.fill_(-1)
+            self._check_graphs(batch, self._forward(batch, batch.logits_indices))
+
     def _check_graphs(self, batch: Batch, logits: Tensor) -> None:
         """Compare all graphs that can hold a step with its logits, which were computed without them."""
         if self._lora_graphs is not None:
             self._graph_places.fill_(NO_ADAPTER)
         for graphs in (self._graphs, self._lora_graphs, self._mixed_graphs):
             if graphs is not None:
-                graphs.check(batch, logits, SELF_CHECK_TOLERANCE[self.loaded.dtype])
+                graphs.check(batch, logits, self._logits_tolerance)
 
 
 def _layer_shapes(loaded: LoadedModel, settings: LoadModel) -> list[LayerShape]:
@@ -732,15 +777,21 @@ def _capture(runner: ModelRunner) -> None:
         )
         return
     capture = CudaCapture()
-    for steps, capture_steps in (
-        ("decode steps", runner.capture_decodes),
-        ("steps with prompts", runner.capture_mixed_steps),
-    ):
-        try:
-            capture_steps(capture)
-        except kernel_errors() as error:  # a model's own layers may contain operations that no graph can capture
-            log.warning("%s are launched one kernel at a time: capturing a CUDA graph failed: %s", steps, error)
-            return
+    if not _try_capture("decode steps", runner.capture_decodes, capture):
+        return
+    if runner.loaded.lora is not None:
+        _try_capture("decode steps with adapters", runner.capture_decodes_with_adapters, capture)
+    _try_capture("steps with prompts", runner.capture_mixed_steps, capture)
+
+
+def _try_capture(steps: str, capture_steps: Callable[[Capture], None], capture: Capture) -> bool:
+    """Capture the graphs of these steps; return whether that succeeded. The log says where it did not."""
+    try:
+        capture_steps(capture)
+    except kernel_errors() as error:  # a model's own layers may contain operations that no graph can capture
+        log.warning("%s are launched one kernel at a time: capturing a CUDA graph failed: %s", steps, error)
+        return False
+    return True
 
 
 def _measure_memory_use(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter | None = None) -> MemoryUse:

@@ -192,17 +192,34 @@ def test_the_check_names_a_kernel_that_gives_other_results() -> None:
 
 
 @pytest.mark.usefixtures("launched")
-def test_the_check_returns_the_errors_of_kernels_and_raises_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    error: Exception = triton.TritonError("out of resource: shared memory")
+def test_the_check_returns_the_errors_of_kernels_and_all_errors_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Exception = TypeError("got an unexpected keyword argument 'block_table'")
 
     def failing(*_: Any, **__: Any) -> Tensor:
         raise error
 
     pages = PlainPages(torch.float32)
+    packages: list[Any] = [gpu_backends.FlashAttention, gpu_backends.FlashAttention3, gpu_backends.VarlenAttention]
+    for package in packages:
+        assert failure(package(pages, failing)) == "TypeError: got an unexpected keyword argument 'block_table'"
+    error = triton.TritonError("out of resource: shared memory")
     monkeypatch.setattr(triton_kernels, "attend", failing)
     assert failure(gpu_backends.TritonAttention(pages)) == "TritonError: out of resource: shared memory"
     error = RuntimeError("Failed to find C compiler")
     assert failure(gpu_backends.TritonAttention(pages)) == "RuntimeError: Failed to find C compiler"
     error = ValueError("our mistake")
     with pytest.raises(ValueError, match="our mistake"):
+        failure(gpu_backends.TritonAttention(pages))
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_device_without_memory_is_no_failure_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    pages = PlainPages(torch.float32)
+    with pytest.raises(torch.OutOfMemoryError):
+        failure(gpu_backends.FlashAttention(pages, failing))
+    monkeypatch.setattr(triton_kernels, "attend", failing)
+    with pytest.raises(torch.OutOfMemoryError):
         failure(gpu_backends.TritonAttention(pages))

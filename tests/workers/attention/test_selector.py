@@ -131,6 +131,33 @@ def test_kernels_are_checked_once_however_often_a_backend_is_chosen(monkeypatch:
     assert checked == ["triton"] * 2
 
 
+@needs_triton
+def test_layers_that_differ_in_the_checkpoints_scales_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.attention import gpu_backends
+
+    checked: list[LayerShape] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu_backends, "failure_of", lambda _, layer, *__: checked.append(layer.shape))
+    scales = [(0.1, 0.2), (0.3, 0.4)]
+    layers = [*(LayerShape(2, 64, 64, each, each) for each in scales), LayerShape(2, 64, 64, None, scales[0])]
+    assert _choose_on_gpu(layers, PARAMS * 3, 16, FLOAT8_PAGES).name == "triton"
+    ones = (1.0, 1.0)
+    assert checked == [LayerShape(2, 64, 64, ones, ones), LayerShape(2, 64, 64, None, ones)]
+
+
+@needs_triton
+@pytest.mark.parametrize("error", [ImportError, OSError, AttributeError, RuntimeError])
+def test_a_package_that_cannot_be_imported_is_left_out_whatever_it_raises(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Package(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise error("built for another torch") if name == "flash_attn_varlen_func" else AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", Package("flash_attn"))
+    assert _choose_on_gpu(LAYERS, PARAMS, 256, HALF).name == "torch_varlen"
+
+
 def test_without_triton_torch_gathers_pages_and_the_log_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

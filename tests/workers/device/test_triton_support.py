@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from workers.device import triton_support
 from workers.device.triton_support import triton_failure
@@ -51,6 +52,23 @@ def test_a_missing_compiler_is_found_before_the_first_kernel_is_needed(
 def test_a_kernel_that_runs_is_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = install_probe(monkeypatch, None)
     assert triton_failure() is None and triton_failure() is None and launched == ["cuda"]
+
+
+def test_a_device_that_failed_is_no_failure_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_probe(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(torch.OutOfMemoryError):
+        triton_failure()
+    install_probe(monkeypatch, torch.AcceleratorError("CUDA error: no kernel image is available for execution"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)  # as every call then does, until the process ends
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        triton_failure()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert triton_failure() == "AcceleratorError: CUDA error: no kernel image is available for execution"
 
 
 def test_the_errors_of_kernels_are_those_of_torch_and_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import StepPlan
 from tests.support.inprocess import InProcessEngine, load
 from tests.workers.kv_cache.test_disk_tier import until_written
+from workers.device.memory import is_out_of_memory
+from workers.kv_cache import kv_connector
 from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
 from workers.kv_cache.pages import KVCache, LayerShape
@@ -145,6 +149,71 @@ def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tm
     path.unlink()
     assert connector.transfer(plan(loads=((1, 5),))).num_loaded_from_disk == 1
     assert are_equal(contents(cache, 5), before)
+
+
+def test_the_copies_before_one_that_fails_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+    pages = [*cache.keys, *cache.values]
+    monkeypatch.setattr(kv_connector, "STAGED_BYTES", 1)  # a block at a time
+    stage = kv_connector._DeviceCopies._stage
+    waits: list[str] = []
+
+    def stage_once(copies: kv_connector._DeviceCopies, blocks: list[int]) -> object:
+        if blocks == [2]:
+            raise torch.OutOfMemoryError
+        return stage(copies, blocks)
+
+    monkeypatch.setattr(kv_connector._DeviceCopies, "_stage", stage_once)
+    monkeypatch.setattr(kv_connector, "DeviceEvent", lambda _: SimpleNamespace(wait=lambda: waits.append("event")))
+    for copy in ("store", "load"):
+        copies = kv_connector._DeviceCopies(pages, torch.zeros(8, block_bytes(cache), dtype=torch.uint8))
+        with pytest.raises(torch.OutOfMemoryError):
+            getattr(copies, copy)([1, 2], [1, 2])
+        copies.wait()
+    assert waits == ["event"] * 2
+
+
+class CudaRuntime:
+    """Registers memory, or returns an error."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.registered: set[int] = set()
+
+    def cudaHostRegister(self, address: int, *_: int) -> int:  # noqa: N802 - CUDA's name
+        self.registered |= set() if self.error else {address}
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        self.registered.remove(address)
+        return 0
+
+
+def test_memory_is_pinned_as_long_as_a_buffer_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CudaRuntime()
+    pinned_at_waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pinned_at_waits.append(len(runtime.registered)))
+    buffer = kv_connector._make_buffer(3, 64, torch.device("cuda"))
+    row = buffer[1]
+    assert runtime.registered == {buffer.data_ptr()}
+    del buffer
+    gc.collect()
+    assert len(runtime.registered) == 1, "a view is left"
+    del row
+    gc.collect()
+    assert not runtime.registered and pinned_at_waits == [1], "after the copies that are under way"
+
+
+@pytest.mark.parametrize(("error", "is_too_much"), [(2, True), (304, True), (1, False), (801, False)])
+def test_only_too_much_memory_to_pin_is_reported_as_too_much(
+    error: int, is_too_much: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: CudaRuntime(error))
+    with pytest.raises(RuntimeError, match=rf"pinned \(cudaHostRegister returned {error}\)") as raised:
+        kv_connector._make_buffer(3, 64, torch.device("cuda"))
+    assert is_out_of_memory(raised.value) == is_too_much
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

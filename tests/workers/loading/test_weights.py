@@ -175,6 +175,14 @@ def test_a_gpu_that_torch_does_not_see_is_refused() -> None:
         ModelManager("cuda:99")
 
 
+def test_a_gpu_without_a_number_is_the_first_as_tensors_on_it_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert [ModelManager(name).device for name in ("cuda", "cuda:0", "cuda:1")] == [first, first, second] == chosen
+
+
 def test_model_that_memory_does_not_hold_is_refused(shape: Path) -> None:
     known = json.loads((shape / "config.json").read_text())
     (shape / "config.json").write_text(json.dumps(known | {"vocab_size": 2**50}))

@@ -183,6 +183,7 @@ def test_decodes_with_adapters_have_graphs_of_their_own(monkeypatch: pytest.Monk
         return Repeated(compute)
 
     engine.runner.capture_decodes(capture)
+    engine.runner.capture_decodes_with_adapters(capture)
     for used in (adapters, [None] * 3, adapters[3:5]):
         sequences = [
             engine.add(prompts[i], adapter=adapter, max_tokens=8, ignore_eos=True) for i, adapter in enumerate(used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -198,3 +199,22 @@ def test_the_check_at_load_finds_that_tokens_agree_and_says_where_they_do_not(
     assert sampler._triton_failure(303, DEVICE) == "TritonError: out of resource: shared memory"
     monkeypatch.setattr(sampler, "triton_failure", lambda: "no C compiler")
     assert sampler._triton_failure(304, DEVICE) == "no C compiler"
+
+
+def test_the_check_at_load_lets_one_number_at_a_boundary_choose_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "triton_failure", lambda: None)
+    monkeypatch.setitem(sys.modules, "workers.sampling.triton_sampler", triton_sampler)
+    right, seeds = triton_sampler.sample, [0]
+
+    def shifted(logits: Tensor, temperatures: Tensor, numbers: Tensor, filters: Any) -> Tensor:
+        """Return other tokens for rows of these seeds without filters."""
+        is_shifted = torch.isin(numbers, on_device([uniform(seed, 0) for seed in seeds], torch.float64))
+        if filters is not None:
+            is_shifted &= (filters.top_k == 0) & (filters.top_p == 1.0) & (filters.min_p == 0.0)
+        return right(logits, temperatures, numbers, filters) + is_shifted
+
+    monkeypatch.setattr(triton_sampler, "sample", shifted)
+    assert sampler._triton_failure(305, DEVICE) is None
+    seeds.append(1)
+    failure = sampler._triton_failure(306, DEVICE)
+    assert failure == "2 of 21 tokens are not those that torch's operations choose"
