@@ -24,7 +24,7 @@ def use_behaviours(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> None:
     use_stand_ins(monkeypatch)
     left = list(behaviours)
 
-    def start(arguments: list[str], environment: Mapping[str, str]) -> WorkerProcess:
+    def start(arguments: list[str], environment: Mapping[str, str], *_: object) -> WorkerProcess:
         return WorkerProcess([left.pop(0)])
 
     monkeypatch.setattr(model_executor, "WorkerProcess", start)
