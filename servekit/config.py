@@ -906,12 +906,13 @@ def advice(name: str, known: Sequence[str]) -> str:
 def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
     """Raise ConfigError if the KV cache of a server on the CPU cannot fit into the machine's memory.
 
-    The same for blocks that are handed over, wherever the model runs.
+    The same for blocks that are handed over, wherever the model runs; on the CPU both are counted.
 
     With `device = "auto"` only the worker knows where the model runs; it checks its device's memory itself.
     """
     num_prefill, transfer = config.prefill_replicas or 0, config.kv_transfer_memory_bytes
-    if num_prefill * transfer > host_memory_bytes:
+    handed_over = num_prefill * transfer
+    if handed_over > host_memory_bytes:
         raise ConfigError(
             f"kv_transfer_memory_bytes = {transfer} (--kv-transfer-memory-bytes), for each of {num_prefill} prefill "
             f"replicas, is more than this machine's memory of {host_memory_bytes} bytes; set less"
@@ -920,11 +921,12 @@ def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
     if not config.starts_workers or config.device != "cpu" or wanted is None or config.num_kv_blocks is not None:
         return
     num_workers = (config.data_parallel_size or 1) * config.tensor_parallel_size * config.pipeline_parallel_size
-    if wanted * num_workers > host_memory_bytes:
+    if wanted * num_workers + handed_over > host_memory_bytes:
         each = f", for each of {num_workers} workers," if num_workers > 1 else ""
+        and_blocks = f" with {handed_over} bytes for blocks that are handed over" if handed_over else ""
         raise ConfigError(
-            f"kv_cache_memory_bytes = {wanted} (--kv-cache-memory-bytes){each} is more than this machine's memory of "
-            f"{host_memory_bytes} bytes; set less, or leave it out for the default"
+            f"kv_cache_memory_bytes = {wanted} (--kv-cache-memory-bytes){each}{and_blocks} is more than this "
+            f"machine's memory of {host_memory_bytes} bytes; set less, or leave it out for the default"
         )
 
 
@@ -961,6 +963,11 @@ def doubts(config: ServeConfig) -> list[str]:
         found.append(
             f"{', '.join(unused)}: without effect, because the number of replicas changes only with placement = 'ray' "
             "and max_data_parallel_size"
+        )
+    if config.prefill_replicas is None and config.kv_transfer_memory_bytes != ServeConfig().kv_transfer_memory_bytes:
+        found.append(
+            f"kv_transfer_memory_bytes = {config.kv_transfer_memory_bytes} has no effect without prefill_replicas: no "
+            "replica hands blocks over"
         )
     if config.load_format == "dummy":
         found.append("load_format = 'dummy': the weights are random, so the model's answers mean nothing")

@@ -202,6 +202,7 @@ class LLMEngine(OneModel):
         return {
             "max_drafts": self.scheduler_config.max_drafts,
             "replicas": replicas,
+            "num_handed_over": self.replicas.num_handed_over,
             "adapters": adapters,
             "cost": None if self._cost_meter is None else self._cost(self._cost_meter),
         }

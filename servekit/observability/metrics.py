@@ -369,7 +369,7 @@ class TransferMetrics(Observer):
         )
         self._failed = metrics.counter(
             "kv_transfer_failed_loads_total",
-            "KV blocks that a decode replica could not load, because they had been overwritten; they were computed.",
+            "KV blocks that a decode replica could not load, and computed: they were gone, or their copy was wrong.",
         )
 
     def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:

@@ -132,6 +132,7 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     memory_bytes: int = 0  # memory of this process on its device, with the whole KV cache; 0 if it is not known
     # What the bytes of a handed-over block depend on, as a digest; "" where none is handed over. Not compared.
     kv_layout: Annotated[str, Meta(max_length=100)] = ""
+    num_transfer_blocks: int = 0  # that can be loaded at the most, of those that it sends; 0 if it sends none
     # One for each process that the model is divided among; one if it is not divided. Not compared.
     ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
 

@@ -217,7 +217,7 @@ class KVCacheManager:
         kv, num_found = sequence.kv, len(match.blocks)
         if num_found:
             self.pool.share(match.blocks)
-            if self.connector.sends:  # they may have been sent so long ago that they cannot be loaded any more
+            if self._is_sent(sequence):  # they may have been sent so long ago that they cannot be loaded any more
                 for block, key in zip(match.blocks, kv.hashes, strict=False):
                     self.connector.send(block, key)
         kv.table = match.blocks
@@ -280,9 +280,14 @@ class KVCacheManager:
         if num_full <= sequence.kv.num_published or not self._enable_prefix_caching:
             return
         self._hash_blocks(sequence, num_full)
+        is_sent = self._is_sent(sequence)
         for index in range(sequence.kv.num_published, num_full):
-            self.prefixes.publish(sequence.kv.table[index], sequence.kv.hashes[index])
+            self.prefixes.publish(sequence.kv.table[index], sequence.kv.hashes[index], is_sent)
         sequence.kv.num_published = num_full
+
+    def _is_sent(self, sequence: Sequence) -> bool:
+        """Whether others are to load a sequence's blocks."""
+        return self.connector.sends_sequence(sequence.num_tokens // self.block_size)
 
     def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
         """Continue a sequence's chain of hashes to its first `num_blocks` blocks."""

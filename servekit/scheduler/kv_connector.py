@@ -23,6 +23,9 @@ Where prefill and decode are apart, the connector carries blocks from worker to 
   that the blocks of its step can be loaded elsewhere.
 - A *decode* replica learns the keys with each sequence that is handed over to it (`AnnounceBlocks`), and loads them.
 
+A sequence that has more full blocks than others can load at a time cannot be handed over. So its blocks are not sent:
+they would overwrite those of other sequences.
+
 A prefill replica never loads. Otherwise it could send what it computed from a block whose load failed, before the
 result says so, and other managers would not know that.
 
@@ -53,7 +56,8 @@ class ReplicaRole(StrEnum):
 class KVConnector:
     """The manager's side of the worker's KV connector. Without one, it knows no key, and stores nothing."""
 
-    def __init__(self, is_on: bool, role: ReplicaRole = ReplicaRole.BOTH) -> None:
+    def __init__(self, is_on: bool, role: ReplicaRole = ReplicaRole.BOTH, num_transfer_blocks: int = 0) -> None:
+        """`num_transfer_blocks`: how many sent blocks can be loaded at the most; 0 if that is not known."""
         self.is_on = is_on
         self.stores = is_on and role is ReplicaRole.BOTH  # blocks that are reused
         self.sends = is_on and role is ReplicaRole.PREFILL  # blocks that are computed
@@ -61,6 +65,7 @@ class KVConnector:
         self.num_loaded_blocks = 0  # planned loads; some may have failed
         self.num_failed_loads = 0
         self.num_sent_blocks = 0
+        self._num_transfer_blocks = num_transfer_blocks
         self._keys: dict[bytes, None] = {}  # in order, so that a checkpoint is always the same
         self._pending: dict[int, bytes] = {}  # by block, the keys that the next step sends
         self._on_the_way: set[bytes] = set()  # keys that are pending, or that a step in flight sends
@@ -92,6 +97,10 @@ class KVConnector:
         """Let the next step store a published block that is reused. The worker skips what it holds already."""
         self._stores.append((block, key))
         self._keys[key] = None
+
+    def sends_sequence(self, num_blocks: int) -> bool:
+        """Whether the blocks of a sequence that has so many full ones are sent."""
+        return self.sends and (not self._num_transfer_blocks or num_blocks <= self._num_transfer_blocks)
 
     def send(self, block: int, key: bytes) -> None:
         """Let the next step send a published block, unless others can load it already."""
@@ -142,8 +151,12 @@ class KVConnector:
             self._keys.pop(key, None)
 
     def restarted(self, is_worker_lost: bool) -> None:
-        """Forget what was to be done. If the worker is lost, forget all keys: the next one announces what it finds."""
+        """Forget what was to be done. If the worker is lost, forget all keys: the next one announces what it finds.
+
+        A replica that sends forgets them also if the worker lives: a failed step does not report which blocks were
+        overwritten, and those would never be sent again. The sequences are computed again, and their blocks are sent.
+        """
         self._stores, self._loads, self._prefetches, self._pending = [], [], [], {}
         self._on_the_way.clear()
-        if is_worker_lost:
+        if is_worker_lost or self.sends:
             self._keys.clear()

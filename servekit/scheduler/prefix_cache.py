@@ -89,13 +89,16 @@ class PrefixCache:
             num_published = [*map(self._block_of.__contains__, hashes), False].index(False)
         return num_published + (self.num_loadable(hashes[num_published:]) if self._connector.loads else 0)
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Make a leased block findable. Of several blocks with one hash, the first one stays the one that is found."""
+    def publish(self, block: int, block_hash: bytes, is_sent: bool = False) -> None:
+        """Make a leased block findable, and let the connector send it if `is_sent`.
+
+        Of several blocks with one hash, the first one stays the one that is found.
+        """
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
             self.pool.keep(block)
-            if self._connector.sends:
+            if is_sent:
                 self._connector.send(block, block_hash)
             if self._unsettled:
                 self._unsettled[-1][1].append(block)

@@ -35,6 +35,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     has_kv_connector: bool = False  # whether the worker stores blocks outside the pool
     prefetches_blocks: bool = False  # whether the worker reads blocks from its disk while their sequences wait
     role: ReplicaRole = ReplicaRole.BOTH  # which of them it stores there, and loads from there
+    num_transfer_blocks: int = 0  # of those that it sends, how many can be loaded at the most; 0: it is not known
 
     @property
     def max_total_tokens(self) -> int:
@@ -89,4 +90,5 @@ def scheduler_config(
         has_kv_connector=config.kv_offload_memory_bytes is not None or role is not ReplicaRole.BOTH,
         prefetches_blocks=config.kv_offload_dir is not None,
         role=role,
+        num_transfer_blocks=worker.num_transfer_blocks,
     )

@@ -92,7 +92,7 @@ class WorkloadManager:
         self.epoch = 0
         self.output_lengths = output_lengths or OutputLengthPredictor(config.block_size)
         self._hash_block = hash_block
-        self.kv_connector = KVConnector(config.has_kv_connector, config.role)
+        self.kv_connector = KVConnector(config.has_kv_connector, config.role, config.num_transfer_blocks)
         self.kv_cache = self._new_kv_cache()
         self.waiting_queue = POLICIES[config.scheduling_policy]()
         self.prefill_limiter = PrefillLimiter(config.itl_target_s, config.max_num_batched_tokens)

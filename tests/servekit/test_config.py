@@ -166,6 +166,12 @@ def test_a_kv_cache_beyond_the_machines_memory_is_refused_before_the_start(capsy
     check_host_memory(apart, host_memory_bytes=1000)
     with pytest.raises(ConfigError, match="for each of 2 prefill replicas, is more than this machine's memory of 999"):
         check_host_memory(apart, host_memory_bytes=999)
+    on_cpu = ServeConfig(
+        device="cpu", data_parallel_size=4, kv_cache_memory_bytes=100, prefill_replicas=2, kv_transfer_memory_bytes=500
+    )
+    check_host_memory(on_cpu, host_memory_bytes=1400)
+    with pytest.raises(ConfigError, match="for each of 4 workers, with 1000 bytes for blocks that are handed over is"):
+        check_host_memory(on_cpu, host_memory_bytes=1399)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +233,9 @@ def test_doubtful_combinations_of_settings_are_reported() -> None:
     assert "the weights are random" in doubts(load_config({"load_format": "dummy"}, {}))[0]
     assert "has no effect" in doubts(load_config({"devices": "cpu,cpu", "device": "cuda"}, {}))[0]
     assert not doubts(load_config({"devices": "cpu,cpu", "data_parallel_size": "2"}, {}))
+    transfer = {"kv_transfer_memory_bytes": "1000000"}
+    assert "has no effect without prefill_replicas" in doubts(load_config(transfer, {}))[0]
+    assert not doubts(load_config({**transfer, "prefill_replicas": "1"}, {}))
     joining = {"listen_workers": "unix:/run/servekit.sock", "device": "cuda:1"}
     assert "the server starts no worker itself" in doubts(load_config(joining, {}))[0]
     assert not doubts(load_config({**joining, "data_parallel_size": "1"}, {}))

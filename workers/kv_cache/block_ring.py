@@ -79,6 +79,11 @@ class BlockRing:
         """How many blocks may be appended at once: others know for so many that they will be overwritten."""
         return self._num_lost
 
+    @property
+    def max_readable(self) -> int:
+        """How many blocks can be read at the most: the others will be overwritten soon."""
+        return self.num_blocks - self._num_lost
+
     def list_keys(self) -> list[bytes]:
         """List the blocks that can be read, the last ones those that were appended last."""
         return [key for number, key in self._numbers if self._number_of.get(key) == number]

@@ -19,6 +19,7 @@ import queue
 import stat
 import struct
 import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ NUM_READERS = 4  # threads; one waits for the disk while another computes a chec
 UNUSED_S = 30 * 24 * 3600  # after which blocks of other models, of other settings and of other workers are deleted
 NUM_PREFETCHERS = 2  # threads, so that reads that a step waits for never wait for those ahead of need
 MAX_PREFETCHED_BYTES = 2**28  # bytes that were read and not used yet
+# After which what was read ahead of need makes room for others: most likely its sequence was cancelled.
+MAX_PREFETCHED_S = 120.0
 
 
 class DiskTier:
@@ -76,7 +79,8 @@ class DiskTier:
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="kv-read")
         self._prefetchers = ThreadPoolExecutor(NUM_PREFETCHERS, thread_name_prefix="kv-prefetch")
         self._max_prefetched = max(1, MAX_PREFETCHED_BYTES // self._file_bytes)
-        self._prefetched: OrderedDict[bytes, Future[memoryview | None]] = OrderedDict()  # the oldest first
+        # (when it began, the reading), the oldest first
+        self._prefetched: OrderedDict[bytes, tuple[float, Future[memoryview | None]]] = OrderedDict()
         threading.Thread(target=self._write_all, daemon=True, name="kv-write").start()
 
     def __contains__(self, key: bytes) -> bool:
@@ -115,18 +119,28 @@ class DiskTier:
         self._queue.put(key)
 
     def prefetch(self, keys: list[bytes]) -> None:
-        """Begin to read blocks that will be needed soon. If these are too many, the oldest ones are dropped."""
+        """Begin to read blocks that will be needed soon.
+
+        If there is no room for all, the last ones are left out: those that came first are usually needed first.
+        """
+        now_s = time.monotonic()
+        while self._prefetched and next(iter(self._prefetched.values()))[0] + MAX_PREFETCHED_S <= now_s:
+            self._prefetched.popitem(last=False)[1][1].cancel()
         for key in keys:
+            if len(self._prefetched) >= self._max_prefetched:
+                return
             if key not in self._prefetched and key in self:
-                self._prefetched[key] = self._prefetchers.submit(self._read, key)
-        while len(self._prefetched) > self._max_prefetched:
-            self._prefetched.popitem(last=False)[1].cancel()
+                self._prefetched[key] = now_s, self._prefetchers.submit(self._read, key)
 
     def read(self, keys: list[bytes]) -> dict[bytes, memoryview]:
         """Return the blocks that are there and undamaged; the files of damaged ones are deleted."""
-        blocks = {
-            key: block for key, reading in [(key, self._begin(key)) for key in keys] if (block := reading.result())
-        }
+        blocks: dict[bytes, memoryview] = {}
+        for key, reading in [(key, self._begin(key)) for key in keys]:
+            block = reading.result()
+            if block is None and key in self:  # it was not there ahead of need, and has been written since
+                block = self._read(key)
+            if block is not None:
+                blocks[key] = block
         with self._lock:
             for key in blocks:
                 if key in self._keys:
@@ -135,7 +149,7 @@ class DiskTier:
 
     def _begin(self, key: bytes) -> Future[memoryview | None]:
         """Return the reading of a block, which may have begun long ago."""
-        reading = self._prefetched.pop(key, None)
+        _, reading = self._prefetched.pop(key, (0.0, None))
         return self._readers.submit(self._read, key) if reading is None or reading.cancel() else reading
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -199,10 +213,10 @@ class DiskTier:
         if num_bytes == self._file_bytes and contents[: _HEADER.size] == self._header(key, block_view):
             return block_view
         log.warning("the KV block in %s cannot be used, and is computed again: %s", path, what or "it is damaged")
-        with self._lock:
-            self._keys.pop(key, None)
         with contextlib.suppress(OSError):
             path.unlink()
+        with self._lock:  # behind the deletion: from now on the block may be written again, while others are read
+            self._keys.pop(key, None)
         return None
 
     def _write_all(self) -> None:

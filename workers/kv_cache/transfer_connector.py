@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -11,6 +13,8 @@ from servekit.protocol.messages import StepPlan, TransferReport
 from workers.kv_cache.block_ring import BlockRing
 from workers.kv_cache.kv_connector import BATCH_BLOCKS, MAX_DROPPED, MAX_KEYS, split_rows
 from workers.kv_cache.pages import KVCache
+
+log = logging.getLogger("servekit.worker")
 
 
 class TransferConnector:
@@ -27,6 +31,11 @@ class TransferConnector:
         self._own = own
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_sending = own is not None
+
+    @property
+    def num_transfer_blocks(self) -> int:
+        """How many of the blocks that it has sent can be loaded at the most; 0 if it sends none."""
+        return 0 if self._own is None else self._own.max_readable
 
     def transfer(self, plan: StepPlan) -> TransferReport:
         """Load what the plan says."""
@@ -66,6 +75,11 @@ class TransferConnector:
 
     def stop_writing(self) -> None:
         """Send nothing from now on."""
+        if self._is_sending:
+            log.warning(
+                "a LoRA adapter has failed, so KV blocks may be wrong: this worker sends none from now on, and long "
+                "prompts are also decoded here; restart the server once the adapter's files are right"
+            )
         self._is_sending = False
 
     def _load(self, loads: tuple[tuple[bytes, int], ...]) -> list[int]:

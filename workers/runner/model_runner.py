@@ -266,9 +266,9 @@ class ModelRunner:
         wait for each other; so do reading an adapter, and transfers to and from the disk of a KV connector.
         """
         launched_s = time.monotonic()
-        plan, batch = self._prepare(plan)
-        outputs = self._execute_within_memory(plan, batch)
-        transfers = self._send(plan)
+        resolved, batch = self._prepare(plan)
+        outputs = self._execute_within_memory(resolved, batch)
+        transfers = self._send(plan)  # not the resolved one, which has chunks only
         # Recorded for every step, also where no chunk samples: no step is reported before it is complete.
         end = DeviceEvent(self.loaded.device)
 
@@ -277,7 +277,7 @@ class ModelRunner:
             return outputs.read()
 
         speculator = self._speculator
-        step = None if speculator is None else speculator.launched(plan, read, outputs.invalid_rows)
+        step = None if speculator is None else speculator.launched(resolved, read, outputs.invalid_rows)
         draft_s, prompt_s = (
             (0.0, 0.0) if speculator is None else (speculator.draft_time_s, speculator.draft_prompt_time_s)
         )
@@ -325,8 +325,12 @@ class ModelRunner:
             plan = self._speculator.resolve(plan)
         return plan, self._make_batch(plan)
 
+    @raises_out_of_memory
     def _send(self, plan: StepPlan) -> TransferReport | None:
-        """Send the blocks that are computed now to other workers. Returns all transfers of the step."""
+        """Send the blocks that are computed now to other workers. Returns all transfers of the step.
+
+        Raises OutOfMemory: blocks of a GPU are gathered there before they are copied.
+        """
         if self.connector is None or self._transfers is None or not plan.sends:
             return self._transfers
         if self.loaded.lora is not None and self.loaded.lora.has_failed:  # perhaps in this step
@@ -741,7 +745,7 @@ def _kv_layout(runner: ModelRunner, settings: LoadModel) -> str:
     return "\0".join(map(str, parts))
 
 
-def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: str) -> KVConnector:
+def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: str) -> TransferConnector:
     """Return a connector between prefill and decode workers. Raises ConfigError if their memory is too small."""
     rings = [
         BlockRing(fd, block_bytes(runner.cache), bytes.fromhex(layout), is_writer=number == settings.kv_transfer_own)
@@ -749,7 +753,7 @@ def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: s
     ]
     own = None if settings.kv_transfer_own is None else rings[settings.kv_transfer_own]
     if own is not None:
-        max_tokens = (own.num_blocks - own.max_append) * settings.block_size
+        max_tokens = own.max_readable * settings.block_size
         if max_tokens < runner.loaded.info.max_model_len:
             log.warning(
                 "the memory for handed-over KV blocks holds %d tokens: sequences that are longer stay on this prefill "
@@ -859,10 +863,11 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
     distance = runner.self_check()
     if settings.kv_offload_memory_bytes:
         runner.connector = _make_connector(runner, settings)
-    kv_layout = ""
+    kv_layout, num_transfer_blocks = "", 0
     if settings.kv_transfer_fds:
         kv_layout = blake2b(_kv_layout(runner, settings).encode(), digest_size=LAYOUT_BYTES).hexdigest()
-        runner.connector = _make_transfer_connector(runner, settings, kv_layout)
+        runner.connector = connector = _make_transfer_connector(runner, settings, kv_layout)
+        num_transfer_blocks = connector.num_transfer_blocks
     if settings.is_result_rank:
         runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s
@@ -894,5 +899,6 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
             runner.cache.num_blocks * settings.block_size * runner.kv_bytes_per_token,
         ),
         kv_layout=kv_layout,
+        num_transfer_blocks=num_transfer_blocks,
     )
     return runner, ready

@@ -115,6 +115,7 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
     report_stage("pretending to load weights")
     time.sleep(model.load_s)
     num_blocks = settings.num_kv_blocks or -(-KV_TOKENS // settings.block_size)
+    num_transfer_blocks = 0
     connector: SimulatedConnector | RingConnector | None = None
     if settings.kv_offload_memory_bytes:  # only in memory, and its transfers take no time
         bytes_per_block = KV_BYTES_PER_TOKEN * settings.block_size
@@ -127,6 +128,7 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
             for number, fd in enumerate(settings.kv_transfer_fds)
         ]
         connector = RingConnector(rings, None if own is None else rings[own])
+        num_transfer_blocks = 0 if own is None else rings[own].max_readable
     worker = SimulatedWorker(
         num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s, connector
     )
@@ -140,5 +142,7 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
         default_top_k=0,
         default_top_p=1.0,
     )
-    ready = WorkerReady(info, "simulated", "none", num_blocks, KV_BYTES_PER_TOKEN, model.load_s)
+    ready = WorkerReady(
+        info, "simulated", "none", num_blocks, KV_BYTES_PER_TOKEN, model.load_s, num_transfer_blocks=num_transfer_blocks
+    )
     return SimulatedRunner(model, worker, settings.speculative.is_on), ready

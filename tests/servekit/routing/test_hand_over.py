@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.routing.hand_over import HandOver, find_hand_overs
 from servekit.scheduler.commands import AddSequence
@@ -23,7 +25,8 @@ class Prefill:
     def __init__(self, num_ring_blocks: int = 100, **changes: Any) -> None:
         self.manager = make_manager(has_kv_connector=True, role=ReplicaRole.PREFILL, **changes)
         config = self.manager.config
-        connector = SimulatedSender(SimulatedRing(num_ring_blocks))
+        self.ring = SimulatedRing(num_ring_blocks)
+        connector = SimulatedSender(self.ring)
         self.worker = SimulatedWorker(
             config.num_blocks, config.block_size, config.max_num_batched_tokens, connector=connector
         )
@@ -93,6 +96,45 @@ def test_a_sequence_whose_blocks_were_overwritten_stays() -> None:
     prefill.step()
     prefill.step()
     assert choose(prefill, make_decode()) == []
+
+
+@pytest.mark.parametrize("num_known", [0, 6])
+def test_a_prompt_for_which_the_memory_is_too_small_does_not_overwrite_the_blocks_of_others(num_known: int) -> None:
+    prefill = Prefill(num_ring_blocks=6, num_transfer_blocks=num_known, max_num_batched_tokens=64)
+    prefill.add(0)
+    prefill.step()
+    prefill.add(1, length=33)
+    prefill.step()
+    assert [each.sequence_id for each in choose(prefill, make_decode())] == ([0] if num_known else [])
+
+
+def test_blocks_of_a_prompt_that_is_too_long_are_sent_for_a_shorter_one_that_finds_them() -> None:
+    prefill = Prefill(num_ring_blocks=6, num_transfer_blocks=6, max_num_batched_tokens=64)
+    prefill.add(0, length=33)
+    prefill.step()
+    assert not prefill.ring.pages
+    add_prompt(prefill.manager, 1, make_prompt(0, 33)[:13], LONG)
+    prefill.step()
+    (hand_over,) = choose(prefill, make_decode())
+    assert hand_over.sequence_id == 1 and len(hand_over.keys) == 3
+
+
+def test_after_a_step_without_enough_memory_blocks_that_were_overwritten_are_sent_again() -> None:
+    prefill = Prefill(num_ring_blocks=4)
+    prefill.add(0)
+    prefill.step()
+    prefill.manager.withdraw((0,), is_hand_over=True)
+    prefill.add(1)
+    plan = prefill.manager.plan(0.0)
+    assert plan is not None
+    prefill.worker.execute(plan)  # it overwrites the blocks, and its report is lost
+    prefill.manager.restart(is_out_of_memory=True)
+    prefill.manager.withdraw((1,), is_hand_over=True)
+    add_prompt(prefill.manager, 2, make_prompt(0, 17), LONG)
+    prefill.step()
+    prefill.step()
+    (hand_over,) = choose(prefill, make_decode())
+    assert set(hand_over.keys) == set(prefill.ring.pages) and len(hand_over.keys) == 4
 
 
 def test_a_fork_follows_its_leader_although_others_have_less_to_do() -> None:

@@ -196,12 +196,19 @@ def make_hand_over_scenario(seed: int, num_arrivals: int = 60) -> Scenario:
         Fault(at_s=rng.uniform(0, end_s), kind="damage", target=rng.randrange(num_arrivals))
         for _ in range(rng.choice([0, 0, 10]))
     ]
+    num_prefill_replicas, num_blocks = rng.randrange(1, scenario.num_replicas), rng.choice([1, 4, 16, 64, 1000])
+    scheduler = msgspec.structs.replace(
+        scenario.scheduler,
+        enable_prefix_caching=True,
+        has_kv_connector=False,
+        num_transfer_blocks=rng.choice([0, num_blocks]),  # managers that know it overwrite fewer blocks
+    )
     return msgspec.structs.replace(
         scenario,
-        scheduler=msgspec.structs.replace(scenario.scheduler, enable_prefix_caching=True, has_kv_connector=False),
+        scheduler=scheduler,
         faults=(*scenario.faults, *damages),
-        num_prefill_replicas=rng.randrange(1, scenario.num_replicas),
-        num_transfer_blocks=rng.choice([1, 4, 16, 64, 1000]),
+        num_prefill_replicas=num_prefill_replicas,
+        num_transfer_blocks=num_blocks,
     )
 
 

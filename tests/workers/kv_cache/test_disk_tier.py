@@ -61,7 +61,7 @@ def test_a_block_that_was_read_ahead_of_need_is_not_read_again(tmp_path: Path) -
     tier.prefetch([KEYS[0], KEYS[1], KEYS[7]])
     tier.prefetch([KEYS[0]])
     assert list(tier._prefetched) == KEYS[:2], "one of them is not there"
-    for reading in tier._prefetched.values():
+    for _, reading in tier._prefetched.values():
         reading.result()
     for key in KEYS[:3]:
         file_of(tmp_path, key).unlink()
@@ -69,13 +69,37 @@ def test_a_block_that_was_read_ahead_of_need_is_not_read_again(tmp_path: Path) -
     assert not tier._prefetched and tier.read([KEYS[0]]) == {}, "it is kept until it is used"
 
 
-def test_what_was_read_ahead_of_need_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_ahead_of_need_has_a_bound_and_those_that_came_first_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_BYTES", 500)
     tier = make_tier(tmp_path)
     write(tier, *KEYS)
-    tier.prefetch(KEYS)
-    assert list(tier._prefetched) == KEYS[-3:]
+    tier.prefetch(KEYS[:5])
+    tier.prefetch(KEYS[5:])
+    assert list(tier._prefetched) == KEYS[:3], "the sequence that waits longest is admitted next"
+    assert tier.read(KEYS) == BLOCKS and not tier._prefetched
+
+
+def test_what_was_read_ahead_of_need_and_not_used_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_BYTES", 500)
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS)
+    tier.prefetch(KEYS[:5])
+    monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_S", 0.0)
+    tier.prefetch(KEYS[5:])
+    assert list(tier._prefetched) == KEYS[5:]
     assert tier.read(KEYS) == BLOCKS
+
+
+def test_a_block_that_was_damaged_ahead_of_need_is_read_if_it_has_been_written_again(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path)
+    write(tier, KEYS[0])
+    file_of(tmp_path, KEYS[0]).write_bytes(b"damaged")
+    tier.prefetch(KEYS[:1])
+    assert tier._prefetched[KEYS[0]][1].result() is None and KEYS[0] not in tier
+    write(tier, KEYS[0])
+    assert tier.read(KEYS[:1]) == {KEYS[0]: BLOCKS[KEYS[0]]}
 
 
 # It runs in a process of its own, because the folder stays locked as long as its worker's process.

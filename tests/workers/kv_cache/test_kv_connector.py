@@ -144,7 +144,7 @@ def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tm
     until_written(disk, KEYS[1], KEYS[2])
     connector.transfer(replace(plan(), prefetches=(KEYS[1], KEYS[2], KEYS[3])))
     assert list(disk._prefetched) == [KEYS[1]]
-    disk._prefetched[KEYS[1]].result()
+    disk._prefetched[KEYS[1]][1].result()
     (path,) = tmp_path.glob(f"*/0/{KEYS[1].hex()}.block")
     path.unlink()
     assert connector.transfer(plan(loads=((1, 5),))).num_loaded_from_disk == 1

@@ -8,12 +8,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from servekit.protocol.messages import StepPlan, TransferReport
+from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, TransferReport
+from servekit.protocol.sampling_params import SamplingParams
+from tests.support.inprocess import InProcessEngine, load
 from tests.workers.kv_cache.test_kv_connector import KEYS, are_equal, contents, make_cache
 from workers.kv_cache.block_ring import BlockRing
 from workers.kv_cache.kv_connector import block_bytes
 from workers.kv_cache.pages import KVCache
 from workers.kv_cache.transfer_connector import TransferConnector
+from workers.loading.model_manager import LoadedModel
+from workers.runner.interface import OutOfMemory
+from workers.speculation.ngram import NgramDrafter
 
 LAYOUT = b"a layout, 16 byt"
 NOTHING = TransferReport()
@@ -102,8 +108,63 @@ def test_a_damaged_block_is_not_taken_for_a_right_one(fd: int) -> None:
     assert report.failed_loads == (1,) and report.num_received == 1
 
 
-def test_after_an_adapter_has_failed_nothing_is_sent_and_the_manager_is_told(fd: int) -> None:
-    prefill = sender(fd, make_cache())
-    prefill.stop_writing()
+def test_after_an_adapter_has_failed_nothing_is_sent_and_the_manager_and_the_log_say_so(
+    fd: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = sender(fd, make_cache()), receiver(make_cache(), fd)
+    for connector in (decode, prefill, prefill):
+        connector.stop_writing()
+    (record,) = caplog.records
+    assert "a LoRA adapter has failed" in record.message
     report = prefill.send(sends(3), NOTHING)
     assert report.num_sent == 0 and report.dropped_keys == (KEYS[3],) and prefill.keys() == []
+
+
+# -- in a runner -------------------------------------------------------------------------------------------------------
+
+PROMPT = tuple(range(3, 12))
+STEP = StepPlan(
+    0,
+    0,
+    (SlotAssignment(0, SamplingParams(max_tokens=4, temperature=0.0), len(PROMPT)),),
+    (ScheduledChunk(0, 0, len(PROMPT), PROMPT, (5, 2, 7), samples=True),),
+    sends=((5, KEYS[5]), (2, KEYS[2])),
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load(DEMO_MODEL_PATH)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_runner_sends_what_its_step_computes_with_and_without_a_drafter(
+    demo: LoadedModel, fd: int, max_drafts: int
+) -> None:
+    os.ftruncate(fd, 2**24)
+    drafter = NgramDrafter() if max_drafts else None
+    engine = InProcessEngine(
+        demo, max_drafts=max_drafts, drafter=drafter, make_connector=lambda cache: sender(fd, cache)
+    )
+    cache = engine.runner.cache
+    transfers = engine.runner.execute(STEP).transfers
+    assert transfers is not None and transfers.num_sent == 2
+    ring = BlockRing(fd, block_bytes(cache), LAYOUT)
+    assert ring.list_keys() == [KEYS[5], KEYS[2]]
+    target = TransferConnector(cache, [ring])
+    before = contents(cache, 5)
+    assert target.transfer(loads((5, 30))).num_received == 1
+    assert are_equal(contents(cache, 30), before) and before[0].any(), "what the step has computed"
+
+
+def test_a_runner_without_memory_to_send_blocks_does_not_fail_in_another_way_than_its_step(
+    demo: LoadedModel, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> TransferReport:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    os.ftruncate(fd, 2**24)
+    engine = InProcessEngine(demo, make_connector=lambda cache: sender(fd, cache))
+    monkeypatch.setattr(engine.runner.connector, "send", refuse)
+    with pytest.raises(OutOfMemory, match="CUDA out of memory"):
+        engine.runner.execute(STEP)
