@@ -25,10 +25,12 @@ APART = ("--data-parallel-size", "2", "--prefill-replicas", "1")
 LONG = " ".join(f"boat {number} of boats" for number in range(40))
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+LOGPROB_TOLERANCE = 1e-4
+Answers = list[tuple[dict[str, Any], list[float]]]
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": LONG, **GREEDY},
     {"prompt": f"{LONG} Once", **SEEDED},
-    {"prompt": LONG, **SEEDED, "n": 3},
+    {"prompt": LONG, **SEEDED, "n": 3, "logprobs": 1},
     {"prompt": f"{LONG} What color is the sky?", **SEEDED, "n": 2, "repetition_penalty": 1.2, "top_p": 0.9},
     {"prompt": "Hi", **GREEDY},
     {"prompt": LONG, **GREEDY, "model": "adapter"},
@@ -40,17 +42,41 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def choices(server: ServerProcess, body: dict[str, Any]) -> list[tuple[list[int], str]]:
-    """The tokens of each answer, and why it ended."""
+def without_numbers(value: Any, numbers: list[float]) -> Any:
+    """Return a JSON value with 0.0 in place of its fractions, which are appended to `numbers`."""
+    match value:
+        case float():
+            numbers.append(value)
+            return 0.0
+        case dict():
+            return {key: without_numbers(each, numbers) for key, each in value.items()}
+        case list():
+            return [without_numbers(each, numbers) for each in value]
+    return value
+
+
+def choices(server: ServerProcess, body: dict[str, Any]) -> Answers:
+    """All that is said of each answer: text, tokens, logprobs, why it ended. The logprobs come second."""
     response = server.client.post("/v1/completions", json={"model": "demo", "return_token_ids": True, **body})
     assert response.status_code == 200, response.text
-    found = response.json()["choices"]
-    return [(each["token_ids"], each["finish_reason"]) for each in found]
+    answers: Answers = []
+    for choice in response.json()["choices"]:
+        numbers: list[float] = []
+        answers.append((without_numbers(choice, numbers), numbers))
+    return answers
 
 
-def all_choices(server: ServerProcess) -> list[list[tuple[list[int], str]]]:
+def all_choices(server: ServerProcess) -> list[Answers]:
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
         return list(threads.map(lambda body: choices(server, body), REQUESTS))
+
+
+def assert_same(found: list[Answers], expected: list[Answers]) -> None:
+    """In float32, logprobs differ only by the order in which a step of another size adds numbers."""
+    for body, answers, others in zip(REQUESTS, found, expected, strict=True):
+        assert [each for each, _ in answers] == [each for each, _ in others], body
+        for (_, numbers), (_, of_other) in zip(answers, others, strict=True):
+            assert numbers == pytest.approx(of_other, abs=LOGPROB_TOLERANCE), body
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +88,12 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]) -> list[list[tuple[list[int], str]]]:
+def expected(tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]) -> list[Answers]:
     """The answers of a server with one replica."""
     with serving(*flags, log=tmp_path_factory.mktemp("one") / "log", environment=ONE_THREAD) as server:
-        return all_choices(server)
+        answers = all_choices(server)
+    assert sum(bool(numbers) for of_body in answers for _, numbers in of_body) == 5, "those with logprobs"
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +103,45 @@ def apart(tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]) -> I
         yield server
 
 
-def test_answers_are_those_of_one_replica(apart: ServerProcess, expected: list[list[tuple[list[int], str]]]) -> None:
-    assert all_choices(apart) == expected
+def test_answers_are_those_of_one_replica(apart: ServerProcess, expected: list[Answers]) -> None:
+    assert_same(all_choices(apart), expected)
     assert apart.metric("servekit_kv_transfer_loaded_blocks_total") > 20
     assert apart.metric("servekit_kv_transfer_failed_loads_total") == 0
-    prefill, decode = apart.client.get("/info").json()["replicas"]
+    info = apart.client.get("/info").json()
+    prefill, decode = info["replicas"]
+    assert info["num_handed_over"] > 5
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert prefill["kv_connector"]["num_sent_blocks"] > 20 and decode["kv_connector"]["num_loaded_blocks"] > 20
-    assert all_choices(apart) == expected, "also when the prompts are in the prefix caches"
+    assert_same(all_choices(apart), expected)  # also when the prompts are in the prefix caches
 
 
-def test_streams_are_those_of_one_replica(apart: ServerProcess, expected: list[list[tuple[list[int], str]]]) -> None:
+def test_streams_are_those_of_one_replica(apart: ServerProcess, expected: list[Answers]) -> None:
     streamed = apart.stream(LONG, **GREEDY)
-    assert [each["token"]["id"] for each in streamed if each["token"]] == expected[0][0][0]
+    ((whole, _),) = expected[0]
+    assert [each["token"]["id"] for each in streamed if each["token"]] == whole["token_ids"]
+    assert streamed[-1]["generated_text"] == whole["text"]
 
 
-def test_killed_workers_lose_nothing(apart: ServerProcess, expected: list[list[tuple[list[int], str]]]) -> None:
+def num_generated(server: ServerProcess) -> float:
+    return server.metric("servekit_generation_tokens_total")
+
+
+def test_killed_workers_lose_nothing(apart: ServerProcess, expected: list[Answers]) -> None:
     """First the prefill worker and then the decode worker, in the middle of answers. The other one does everything."""
     for number in range(2):
         apart.wait_for_metric("servekit_workers_alive", 2)
         pid = int(apart.client.get("/info").json()["replicas"][number]["worker"].removeprefix("process "))
         with ThreadPoolExecutor(1) as thread:
+            before = num_generated(apart)
             answers = thread.submit(all_choices, apart)
-            time.sleep(0.3)
+            while num_generated(apart) < before + 20:  # of more than 300
+                assert not answers.done()
+                time.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
-            assert answers.result() == expected
+            assert not answers.done(), "it was killed when nothing ran any more"
+            assert_same(answers.result(), expected)
     apart.wait_for_metric("servekit_workers_alive", 2)
-    assert all_choices(apart) == expected
+    assert_same(all_choices(apart), expected)
     apart.wait_until_at_rest()
     assert apart.metric("servekit_accounting_faults_total") == 0
     assert apart.metric("servekit_worker_restarts_total") == 2
