@@ -30,7 +30,7 @@ def test_hostile_clients_do_not_affect_other_clients(server: ServerProcess) -> N
 
 
 def test_at_most_two_steps_are_computed_after_a_disconnect(server: ServerProcess) -> None:
-    assert not missed(clients.steps_after_disconnect(server, times=3))
+    assert not missed(clients.steps_after_disconnect(server, times=7))
 
 
 def test_mutated_requests_are_refused_or_answered(server: ServerProcess) -> None:
