@@ -91,11 +91,10 @@ class CrashQuarantine:
             self._suspects.remove(sequence)
 
     def clear(self) -> Sequence | None:
-        """Release the first suspect if it has proved harmless, and return it."""
-        if self._suspects:
-            first = self._suspects[0]
-            record = self._records[first.sequence_id]
-            if first.num_tokens >= record.num_tokens + self._num_tokens_to_clear:
-                self._records[first.sequence_id] = replace(record, num_crashes=0)
-                return self._suspects.popleft()
-        return None
+        """Release the first suspect if it has proved harmless, and return it. There must be one."""
+        first = self._suspects[0]
+        record = self._records[first.sequence_id]
+        if first.num_tokens < record.num_tokens + self._num_tokens_to_clear:
+            return None
+        self._records[first.sequence_id] = replace(record, num_crashes=0)
+        return self._suspects.popleft()
