@@ -61,7 +61,7 @@ class WorkerAgent:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._leaving = asyncio.Event()
-        self._has_ended = False  # whether it was told to end without waiting for steps
+        self._has_ended = False  # whether it must end without waiting for steps
         self._joining: asyncio.Task[_Service] | None = None
         self._service: _Service | None = None
 

@@ -38,7 +38,7 @@ class AttentionParams:
     window: int | None = None  # the number of keys that a query sees, itself included; None: all of them
     softcap: float | None = None  # cap * tanh(score / cap): Gemma 2
     sinks: Tensor | None = None  # [num_heads] scores that take probability and have no value: gpt-oss
-    num_heads: int | None = None  # query heads; None where nobody asks
+    num_heads: int | None = None  # query heads; None where no kernel needs the number
 
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [num_tokens, head_dim], both halves alike

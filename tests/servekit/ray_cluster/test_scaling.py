@@ -1,4 +1,4 @@
-"""What a server reports to Ray Serve, and what Ray Serve is told from these reports."""
+"""Claims about what a server reports to Ray Serve, and how many servers Ray Serve then runs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def busy(wait_s: float, load: float = 1.0, num_waiting: float = 3) -> Demand:
     [
         (2, 3.0, 2.0, 3.0),  # half as long again as wanted
         (2, 60.0, 2.0, 4.0),  # not more than twice as many at once
-        (3, 1.0, 2.1, 3),  # busy, and nobody waits for long
+        (3, 1.0, 2.1, 3),  # busy, and no request waits for long
         (3, 0.0, 1.4, 2),
         (3, 0.0, 1.5, 3),
         (3, 0.0, 0.0, 2),  # not more than one less at once

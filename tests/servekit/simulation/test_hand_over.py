@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.protocol.messages import StepPlan, TransferReport
-from servekit.scheduler.kv_cache_manager import KVCacheManager
 from servekit.scheduler.kv_connector import KVConnector
 from servekit.scheduler.output_length import OutputLengthPredictor
 from servekit.scheduler.recording import CheckpointRecord, RecordedManager, RecordEncoder
@@ -27,6 +26,7 @@ from servekit.simulation.service import Simulation
 from servekit.simulation.worker import SimulatedConnector, Violation
 from tests.servekit.simulation.recorded import KEY, ListSink, replay
 from tests.servekit.simulation.scenarios import make_hand_over_scenario, recordable
+from tests.servekit.simulation.test_planted_bugs import Patch, failed_load_ignored
 
 STEPS_PER_SHARD = 40_000
 BLOCK_SIZE = 4
@@ -218,8 +218,6 @@ def test_plans_for_another_kind_of_worker_are_a_violation() -> None:
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
 
-Patch = Callable[[object, str, Any], None]
-
 
 def sent_before_it_is_computed(patch: Patch) -> None:
     """A worker sends blocks at the beginning of the step that computes them."""
@@ -249,18 +247,7 @@ def token_lost_at_the_hand_over(patch: Patch) -> None:
     patch(Sequence, "progress", progress)
 
 
-def failed_loads_ignored(patch: Patch) -> None:
-    """Tokens are committed although the blocks that they depend on could not be loaded."""
-
-    def settle_transfers(self: KVCacheManager, *args: Any) -> list[Sequence]:
-        original(self, *args)
-        return []
-
-    original = KVCacheManager.settle_transfers
-    patch(KVCacheManager, "settle_transfers", settle_transfers)
-
-
-BUGS = [sent_before_it_is_computed, sent_although_it_was_reused, token_lost_at_the_hand_over, failed_loads_ignored]
+BUGS = [sent_before_it_is_computed, sent_although_it_was_reused, token_lost_at_the_hand_over, failed_load_ignored]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
