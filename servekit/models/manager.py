@@ -414,7 +414,7 @@ class ModelManager:
         """Unload a model that is no longer in the file, and then remove it."""
         model.is_removed = True
         self._fail_waiting(model, model_not_found(model.name, []))
-        self.residency.unwant(model.name)
+        self.residency.clear_requested(model.name)
         self.residency.replace(ModelNeeds(model.name, model.spec.memory))
         self.residency.dismiss(model.name)
         self._forget_removed(model)
@@ -480,7 +480,7 @@ class ModelManager:
         self._check_backoff(model, started_s)
         self._check_wait(model, started_s)
         is_first = model.load_state in (State.COLD, State.FAILED)
-        residency.want(name, started_s)
+        residency.mark_requested(name, started_s)
         position = residency.position(name)
         future: asyncio.Future[ModelUse] = asyncio.get_running_loop().create_future()
         model.waiting.append(future)
@@ -499,7 +499,7 @@ class ModelManager:
             if future in model.waiting:
                 model.waiting.remove(future)
                 if not model.waiting and not model.spec.entry.is_kept:
-                    residency.unwant(name)
+                    residency.clear_requested(name)
                 self.look()
         waited_s = self.now() - started_s
         model.loads.waited("cold" if is_first else "warm", waited_s)
@@ -604,7 +604,7 @@ class ModelManager:
         if model.is_removed:
             self.residency.dismiss(model.name)
         elif model.waiting:
-            self.residency.want(model.name, now_s)
+            self.residency.mark_requested(model.name, now_s)
         self.look()
 
     def _note_memory(self, model: ManagedModel) -> None:

@@ -84,7 +84,7 @@ class _Model:
         self.is_dismissed = False  # an operator wants it unloaded
         self.num_uses = 0
         self.is_admitted = False  # by the present plan, whose caller counts the uses next
-        self.wanted_s: float | None = None  # since when a request waits for it
+        self.requested_s: float | None = None  # since when a request waits for it
         self.ready_s = -inf  # since when it is loaded
         self.used_s = -inf  # when its last use began or ended
         self.load_s = DEFAULT_LOAD_S  # what loading it takes
@@ -146,7 +146,7 @@ class Residency:
             return State.UNLOADING if model.is_loaded else State.LOADING
         if model.is_loaded:
             return State.UNLOADING if model.is_dismissed else State.READY
-        if model.wanted_s is not None:
+        if model.requested_s is not None:
             return State.WAITING
         return State.FAILED if model.num_failures else State.COLD
 
@@ -172,7 +172,7 @@ class Residency:
     def position(self, name: str) -> int:
         """How many models are loaded before this one, with itself: 1 for the next one; 0 if it does not wait."""
         model = self._models[name]
-        if model.wanted_s is None or model.is_changing:
+        if model.requested_s is None or model.is_changing:
             return 0
         line = self._line()
         return 1 + sum(_share_devices(each, model) for each in line[: line.index(model)])
@@ -198,7 +198,7 @@ class Residency:
     @property
     def is_settled(self) -> bool:
         """Whether `plan` has nothing to do, whatever uses end."""
-        is_quiet = all(each.wanted_s is None and not each.is_dismissed for each in self._models.values())
+        is_quiet = all(each.requested_s is None and not each.is_dismissed for each in self._models.values())
         return is_quiet and not self._overcommitted()
 
     def next_s(self, now_s: float) -> float:
@@ -214,20 +214,20 @@ class Residency:
 
     def _line(self) -> list[_Model]:
         """The models that wait, in order of their turns."""
-        waiting = [each for each in self._models.values() if each.wanted_s is not None and not each.is_changing]
-        return sorted(waiting, key=lambda each: each.wanted_s or 0.0)
+        waiting = [each for each in self._models.values() if each.requested_s is not None and not each.is_changing]
+        return sorted(waiting, key=lambda each: each.requested_s or 0.0)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def want(self, name: str, now_s: float) -> None:
+    def mark_requested(self, name: str, now_s: float) -> None:
         """Note that a request waits for a model."""
         model = self._models[name]
-        if model.wanted_s is None:
-            model.wanted_s = now_s
+        if model.requested_s is None:
+            model.requested_s = now_s
 
-    def unwant(self, name: str) -> None:
+    def clear_requested(self, name: str) -> None:
         """Note that no request waits for a model any more."""
-        self._models[name].wanted_s = None
+        self._models[name].requested_s = None
 
     def begin_use(self, name: str, now_s: float) -> bool:
         """Use a model at once, if it is loaded and not closed. Returns whether that was so."""
@@ -288,7 +288,7 @@ class Residency:
         model.is_loaded = model.is_changing = model.is_closed = model.is_dismissed = False
         model.settle()
         model.num_failures += 1
-        model.wanted_s = None
+        model.requested_s = None
         model.retry_s = now_s + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(model.num_failures - 1, 30))
 
     def unloaded(self, name: str) -> None:
@@ -312,8 +312,8 @@ class Residency:
         """
         for model in self._models.values():
             model.is_admitted = False
-            if model.needs.is_kept and not model.holds_memory and model.wanted_s is None and now_s >= model.retry_s:
-                model.wanted_s = now_s
+            if model.needs.is_kept and not model.holds_memory and model.requested_s is None and now_s >= model.retry_s:
+                model.requested_s = now_s
         dismissed = [each for each in self._models.values() if each.is_dismissed and each.is_idle]
         actions: list[Action] = [self._begin_unloading(each) for each in dismissed]
         self._close(now_s)
@@ -321,7 +321,7 @@ class Residency:
         line = self._line()
         for model in line:
             if model.is_loaded and not model.is_closed and not model.is_dismissed:
-                model.wanted_s, model.is_admitted = None, True
+                model.requested_s, model.is_admitted = None, True
                 actions.append(Admit(model.needs.name))
         for model in line:
             if model.is_loaded:
@@ -329,7 +329,7 @@ class Residency:
             if blocked.isdisjoint(model.needs.memory):
                 if self._fits(model, {}):
                     model.is_changing, model.load_began_s = True, now_s
-                    model.wanted_s = None
+                    model.requested_s = None
                     actions.append(Load(model.needs.name))
                     continue
                 actions += [self._begin_unloading(each) for each in self._victims(model)]
@@ -347,7 +347,7 @@ class Residency:
             free = self.free(device) + sum(self._need(each, device) for each in (*unloading, *found))
             for each in sorted(self._models.values(), key=lambda each: each.used_s):
                 need = self._need(each, device)
-                is_free_to_go = each.is_idle and not each.needs.is_kept and each.wanted_s is None
+                is_free_to_go = each.is_idle and not each.needs.is_kept and each.requested_s is None
                 if free < 0 and need and is_free_to_go and each not in found:
                     found.append(each)
                     free += need
@@ -458,7 +458,7 @@ class Residency:
 
     @staticmethod
     def _turn_ends_s(waiting: _Model, used: _Model) -> float:
-        return max(waiting.wanted_s or 0.0, used.ready_s) + TURN_S
+        return max(waiting.requested_s or 0.0, used.ready_s) + TURN_S
 
 
 def _counted(model: _Model, device: str, left: int) -> int:

@@ -115,8 +115,8 @@ class TritonEngine(RemoteModel):
         if not isinstance(failure.error, InvalidRequest) and failure.status != 404:
             return failure.error
         return RemoteFailed(
-            f"the server at {self.settings.url} does not serve the model {self.config.model!r}: {failure.told}; check "
-            "its model repository, and model_control_mode in the model file"
+            f"the server at {self.settings.url} does not serve the model {self.config.model!r}: "
+            f"{failure.server_message}; check its model repository, and model_control_mode in the model file"
         )
 
     async def _ask(self, path: str, body: list[Bytes] | None, timeout_s: float, setting: str) -> bytearray:
@@ -258,9 +258,9 @@ class TritonEngine(RemoteModel):
             raise self._timeout(timeout_s, "answer_timeout") from None
         except Failure as failure:
             # The server's message repeats names that clients chose. Only its beginning is from the server.
-            if failure.status == 404 or failure.told.startswith("Request for unknown model"):
+            if failure.status == 404 or failure.server_message.startswith("Request for unknown model"):
                 self._lose(failure)
-            elif failure.status == FAILED_STATUS and failure.told:
+            elif failure.status == FAILED_STATUS and failure.server_message:
                 # The server reports that the model's code has failed. One tenant's input must not open the breaker.
                 failure.outcome = Outcome.ANSWERED
             raise
@@ -274,7 +274,9 @@ class TritonEngine(RemoteModel):
 
     def _lose(self, failure: Failure) -> None:
         """The server does not have the model any more: end, so that it is loaded again."""
-        log.error("the server at %s does not serve %s: %s", self.settings.url, self.config.model, failure.told)
+        log.error(
+            "the server at %s does not serve %s: %s", self.settings.url, self.config.model, failure.server_message
+        )
         failure.may_repeat = False
         failure.error = self.failure = WorkerNotReady(
             f"the server of the model {self.config.model_name!r} does not serve it any more", retry_after_s=5

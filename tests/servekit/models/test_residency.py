@@ -31,7 +31,7 @@ def on_cpu(*names: str, memory: int = 100) -> list[ModelNeeds]:
 def loaded(residency: Residency, names: Iterable[str]) -> None:
     """Load models one second after the other, and let each be used for an instant."""
     for now_s, name in enumerate(names):
-        residency.want(name, now_s)
+        residency.mark_requested(name, now_s)
         assert Load(name) in residency.plan(now_s)
         residency.loaded(name, now_s)
 
@@ -39,12 +39,12 @@ def loaded(residency: Residency, names: Iterable[str]) -> None:
 def test_first_request_loads_a_model_once_and_all_who_wait_are_admitted() -> None:
     residency = Residency(CAPACITY, on_cpu("a"))
     assert residency.state("a") is State.COLD and not residency.begin_use("a", 0.0)
-    residency.want("a", 0.0)
-    residency.want("a", 0.5)
+    residency.mark_requested("a", 0.0)
+    residency.mark_requested("a", 0.5)
     assert residency.state("a") is State.WAITING and residency.position("a") == 1
     assert residency.plan(0.5) == [Load("a")]
     assert residency.state("a") is State.LOADING and residency.position("a") == 0
-    residency.want("a", 1.0)
+    residency.mark_requested("a", 1.0)
     assert residency.plan(1.0) == []
     residency.loaded("a", 2.0)
     assert residency.plan(2.0) == [Admit("a")] and residency.state("a") is State.READY
@@ -57,7 +57,7 @@ def test_model_used_least_recently_makes_room() -> None:
     loaded(residency, "ab")
     assert residency.begin_use("a", 5.0)
     residency.end_use("a", 6.0)
-    residency.want("c", 7.0)
+    residency.mark_requested("c", 7.0)
     assert residency.plan(7.0) == [Unload("b")] and residency.state("b") is State.UNLOADING
     assert residency.plan(7.1) == [], "it waits for the memory"
     residency.unloaded("b")
@@ -70,11 +70,11 @@ def test_model_that_is_used_is_never_unloaded_and_one_that_is_kept_neither() -> 
     residency = Residency(CAPACITY, [kept, *on_cpu("a", "b")])
     assert residency.plan(0.0) == [Load("kept")]
     residency.loaded("kept", 1.0)
-    residency.want("a", 1.0)
+    residency.mark_requested("a", 1.0)
     assert residency.plan(1.0) == [Load("a")]
     residency.loaded("a", 2.0)
     assert residency.begin_use("a", 2.0)
-    residency.want("b", 3.0)
+    residency.mark_requested("b", 3.0)
     assert residency.plan(3.0) == [] and residency.plan(1000.0) == []
     residency.end_use("a", 1001.0)
     assert residency.plan(1001.0) == [Unload("a")]
@@ -84,13 +84,13 @@ def test_model_that_others_keep_using_is_closed_after_its_turn_and_then_makes_ro
     residency = Residency({"cpu": 100}, on_cpu("busy", "cold"))
     loaded(residency, ["busy"])
     assert residency.begin_use("busy", 1.0)
-    residency.want("cold", 2.0)
+    residency.mark_requested("cold", 2.0)
     assert residency.plan(2.0) == [] and residency.next_s(2.0) == 2.0 + TURN_S
     assert residency.begin_use("busy", 2.0 + TURN_S - 0.1)
     assert residency.plan(2.0 + TURN_S) == []
     assert not residency.begin_use("busy", 2.0 + TURN_S), "it is closed"
     assert residency.next_s(2.0 + TURN_S) == inf
-    residency.want("busy", 13.0)
+    residency.mark_requested("busy", 13.0)
     assert residency.plan(13.0) == [] and residency.position("busy") == 2
     residency.end_use("busy", 14.0)
     assert residency.plan(14.0) == []
@@ -106,10 +106,10 @@ def test_closed_model_opens_again_when_nobody_waits_for_its_memory() -> None:
     residency = Residency({"cpu": 100}, on_cpu("busy", "cold"))
     loaded(residency, ["busy"])
     assert residency.begin_use("busy", 1.0)
-    residency.want("cold", 2.0)
+    residency.mark_requested("cold", 2.0)
     residency.plan(2.0 + TURN_S)
-    residency.want("busy", 13.0)
-    residency.unwant("cold")
+    residency.mark_requested("busy", 13.0)
+    residency.clear_requested("cold")
     assert residency.plan(14.0) == [Admit("busy")] and residency.begin_use("busy", 14.0)
 
 
@@ -119,7 +119,7 @@ def test_models_wait_in_line_but_those_on_other_devices_do_not() -> None:
     loaded(residency, ["used"])
     assert residency.begin_use("used", 1.0)
     for now_s, name in enumerate(("big", "small", "gpu", "none"), 2):
-        residency.want(name, float(now_s))
+        residency.mark_requested(name, float(now_s))
     assert [residency.position(name) for name in ("big", "small", "gpu", "none")] == [1, 2, 1, 1]
     assert residency.plan(6.0) == [Load("gpu"), Load("none")]
     residency.end_use("used", 7.0)
@@ -130,10 +130,10 @@ def test_models_wait_in_line_but_those_on_other_devices_do_not() -> None:
 
 def test_model_that_is_admitted_does_not_make_room_before_it_was_used() -> None:
     residency = Residency({"cpu": 100}, on_cpu("a", "b"))
-    residency.want("a", 0.0)
+    residency.mark_requested("a", 0.0)
     residency.plan(0.0)
-    residency.want("a", 1.0)
-    residency.want("b", 1.0)
+    residency.mark_requested("a", 1.0)
+    residency.mark_requested("b", 1.0)
     residency.loaded("a", 2.0)
     assert residency.plan(2.0) == [Admit("a")]
 
@@ -142,7 +142,7 @@ def test_no_model_makes_room_in_vain() -> None:
     residency = Residency({"cpu": 300}, [*on_cpu("idle", "used"), *on_cpu("big", memory=300)])
     loaded(residency, ["idle", "used"])
     assert residency.begin_use("used", 3.0)
-    residency.want("big", 4.0)
+    residency.mark_requested("big", 4.0)
     assert residency.plan(4.0) == []
     assert residency.begin_use("idle", 4.5), "it was left alone"
 
@@ -150,7 +150,7 @@ def test_no_model_makes_room_in_vain() -> None:
 def test_small_models_stay_if_a_large_one_alone_makes_enough_room() -> None:
     residency = Residency({"cpu": 300}, [*on_cpu("small"), *on_cpu("large", memory=200), *on_cpu("new", memory=200)])
     loaded(residency, ["small", "large"])
-    residency.want("new", 5.0)
+    residency.mark_requested("new", 5.0)
     assert residency.plan(5.0) == [Unload("large")]
 
 
@@ -159,7 +159,7 @@ def test_model_needs_room_on_each_of_its_devices() -> None:
     narrow = [ModelNeeds(f"narrow{number}", {f"cuda:{number}": 60}) for number in range(2)]
     residency = Residency({"cuda:0": 100, "cuda:1": 100}, [wide, *narrow])
     loaded(residency, ["narrow0", "narrow1"])
-    residency.want("wide", 5.0)
+    residency.mark_requested("wide", 5.0)
     assert residency.plan(5.0) == [Unload("narrow0"), Unload("narrow1")]
     residency.unloaded("narrow0")
     assert residency.plan(6.0) == [] and residency.free("cuda:0") == 100 and residency.free("other") == inf
@@ -171,14 +171,14 @@ def test_failed_model_is_tried_again_later_and_later() -> None:
     residency = Residency(CAPACITY, on_cpu("a"))
     now_s, pauses = 0.0, []
     for _ in range(9):
-        residency.want("a", now_s)
+        residency.mark_requested("a", now_s)
         assert residency.plan(now_s) == [Load("a")]
         residency.load_failed("a", now_s)
         assert residency.state("a") is State.FAILED and residency.plan(now_s) == []
         pauses.append(residency.retry_s("a") - now_s)
         now_s = residency.retry_s("a")
     assert pauses[:3] == [FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S] and pauses[-1] == MAX_BACKOFF_S
-    residency.want("a", now_s)
+    residency.mark_requested("a", now_s)
     residency.plan(now_s)
     residency.loaded("a", now_s)
     assert residency.retry_s("a") == -inf
@@ -203,7 +203,7 @@ def test_dismissed_model_is_unloaded_when_its_last_use_has_ended() -> None:
     assert residency.begin_use("a", 1.0)
     residency.dismiss("a")
     assert residency.plan(1.0) == [] and not residency.begin_use("a", 1.5)
-    residency.want("a", 1.5)
+    residency.mark_requested("a", 1.5)
     residency.end_use("a", 2.0)
     assert residency.plan(2.0) == [Unload("a")]
     residency.unloaded("a")
@@ -213,13 +213,13 @@ def test_dismissed_model_is_unloaded_when_its_last_use_has_ended() -> None:
 def test_wait_is_estimated_from_measured_loads_and_those_before() -> None:
     residency = Residency({"cpu": 100}, on_cpu("a", "b", "c"))
     assert residency.expected_wait_s("a", 0.0) == DEFAULT_LOAD_S
-    residency.want("a", 0.0)
+    residency.mark_requested("a", 0.0)
     residency.plan(0.0)
     assert residency.expected_wait_s("a", 10.0) == DEFAULT_LOAD_S - 10.0
     residency.loaded("a", 12.0)
     assert residency.expected_wait_s("a", 12.0) == 0.0
     residency.add_use("a", 12.0)
-    residency.want("b", 13.0)
+    residency.mark_requested("b", 13.0)
     assert residency.expected_wait_s("b", 13.0) == DEFAULT_LOAD_S
     assert residency.expected_wait_s("c", 13.0) == 2 * DEFAULT_LOAD_S
     assert residency.retry_after_s("c", 13.0) == 60
@@ -270,12 +270,12 @@ class Simulation:
             if residency.begin_use(name, self.now_s):
                 self._use(name)
             elif residency.retry_s(name) <= self.now_s:
-                residency.want(name, self.now_s)
+                residency.mark_requested(name, self.now_s)
                 self.waiting.setdefault(name, self.now_s)
             if self.waiting and choose.random() < 0.05:
                 left = choose.choice(list(self.waiting))
                 del self.waiting[left]
-                residency.unwant(left)
+                residency.clear_requested(left)
             if choose.random() < 0.05:
                 residency.dismiss(choose.choice(list(self.needs)))
         self._look()
@@ -294,7 +294,7 @@ class Simulation:
         else:
             residency.loaded(name, self.now_s)
             if name in self.waiting:
-                residency.want(name, self.now_s)
+                residency.mark_requested(name, self.now_s)
 
     def _look(self) -> None:
         for action in self.residency.plan(self.now_s):
@@ -356,7 +356,7 @@ def test_measured_memory_takes_the_place_of_the_estimate_and_idle_models_make_ro
     assert residency.plan(11.0) == [Unload("a")], "the one that was used least recently"
     residency.unloaded("a")
     assert residency.free("cpu") == 20 and residency.is_settled
-    residency.want("a", 12.0)
+    residency.mark_requested("a", 12.0)
     assert residency.plan(12.0) == [Unload("b")], "there is no room for three any more"
     residency.unloaded("b")
     assert residency.plan(12.0) == [Load("a")]
@@ -371,7 +371,7 @@ def test_model_that_takes_more_than_there_is_can_be_loaded_again() -> None:
     residency.dismiss("a")
     assert residency.plan(11.0) == [Unload("a")]
     residency.unloaded("a")
-    residency.want("a", 12.0)
+    residency.mark_requested("a", 12.0)
     assert residency.plan(12.0) == [Load("a")]
 
 
@@ -396,7 +396,7 @@ def test_measurement_that_a_new_file_repeats_is_limited_too() -> None:
     residency.dismiss("a")
     assert residency.plan(11.0) == [Unload("a")]
     residency.unloaded("a")
-    residency.want("a", 12.0)
+    residency.mark_requested("a", 12.0)
     assert residency.plan(12.0) == [Load("a")]
 
 
@@ -408,14 +408,14 @@ def test_kept_models_that_take_more_than_they_were_placed_with_lock_no_other_mod
         residency.loaded(name, 1.0)
         residency.measured(name, {"cpu": 80})
     assert residency.is_settled and residency.memory("k1") == {"cpu": 25}
-    residency.want("a", 5.0)
+    residency.mark_requested("a", 5.0)
     assert residency.plan(5.0) == [Load("a")]
     residency.loaded("a", 6.0)
     residency.failing("k2")
     residency.lost("k2", 7.0)
     assert residency.plan(7.0 + FIRST_BACKOFF_S) == [Load("k2")]
     residency.loaded("k2", 13.0)
-    residency.want("b", 20.0)
+    residency.mark_requested("b", 20.0)
     assert residency.plan(20.0) == [Unload("a")], "those on demand take turns"
     residency.unloaded("a")
     assert residency.plan(21.0) == [Load("b")]
@@ -434,7 +434,7 @@ def test_model_has_room_beside_a_kept_one_that_still_holds_what_an_older_file_sa
     loaded(residency, ["kept", "used"])
     residency.replace(ModelNeeds("kept", {"cpu": 40}, is_kept=True))
     residency.add(ModelNeeds("new", {"cpu": 60}))
-    residency.want("new", 5.0)
+    residency.mark_requested("new", 5.0)
     assert residency.plan(5.0) == [Unload("used")]
     residency.unloaded("used")
     assert residency.plan(6.0) == [Load("new")]
