@@ -246,10 +246,10 @@ def _memory(options: PlanOptions, layout: Layout, device: Device) -> MemoryPlan:
 
 
 def _phases(options: PlanOptions, roofline: Roofline, memory: MemoryPlan) -> tuple[PhasePlan, ...]:
-    context = options.prompt_tokens + options.output_tokens / 2
+    context = roofline.num_attended(options.prompt_tokens + options.output_tokens / 2)
     largest = max(1, min(MAX_SLOTS, memory.num_sequences))
     prompt = options.prompt_tokens
-    steps = [("prefill of one prompt", prompt, 1, 0.0, prompt * prompt / 2)]
+    steps = [("prefill of one prompt", prompt, 1, 0.0, roofline.num_pairs(0, prompt))]
     steps += [
         (f"decode, batch of {size}", size, size, size * context, 0.0) for size in sorted({1, min(8, largest), largest})
     ]
@@ -315,6 +315,11 @@ def _model_text(result: Plan, options: PlanOptions) -> str:
         f"  room for{'':<14}{memory.num_kv_tokens:10,} tokens: {memory.num_sequences:,} sequences of "
         f"{memory.mean_length:,}",
     ]
+    if shape.num_window_layers:
+        lines.append(
+            f"  ({shape.num_window_layers} of {shape.num_layers} layers attend to a window of {shape.window:,} tokens; "
+            "servekit keeps the keys and values of all tokens)"
+        )
     if shape.latent_dim:
         latent = shape.num_layers * shape.latent_dim * KV_BYTES[options.kv_cache]
         lines.append(f"  (latent attention: {latent:,} bytes would do; servekit keeps whole keys and values)")

@@ -25,6 +25,8 @@ TIED_BY_DEFAULT = frozenset(
 )
 # Architectures with a matrix of learned positions.
 LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt"})
+# Architectures in which every n-th layer attends to all tokens, and the others to a window.
+LAYERS_PER_FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 CONFIG_KEY_ALIASES = {  # in the configurations of older architectures
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "n_embed", "d_model"),
@@ -55,7 +57,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     num_experts_per_token: int = 0
     num_expert_parameters: int = 0  # of all experts of all layers
     latent_dim: int = 0  # of a token and layer, for models with latent attention (MLA)
-    window: int | None = None  # of the layers with a sliding window
+    window: int | None = None  # tokens that a layer with a sliding window attends to
+    num_window_layers: int = 0  # layers with a sliding window
 
     @property
     def num_parameters(self) -> int:
@@ -131,7 +134,23 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         num_expert_parameters=experts.num_routed,
         latent_dim=latent + rope_dim if latent else 0,
         window=reader.number("sliding_window", 0) or None,
+        num_window_layers=_num_window_layers(config, reader, model_type, num_layers),
     )
+
+
+def _num_window_layers(config: Mapping[str, Any], reader: _Reader, model_type: str, num_layers: int) -> int:
+    """How many layers attend to a sliding window only. Older configurations do not list the kind of each layer."""
+    if not reader.number("sliding_window", 0) or config.get("use_sliding_window") is False:
+        return 0
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return sum(kind == "sliding_attention" for kind in kinds)
+    period = reader.number("sliding_window_pattern", LAYERS_PER_FULL_ATTENTION.get(model_type, 0))
+    if period:
+        return num_layers - num_layers // period
+    if config.get("use_sliding_window") is True:  # of Qwen: the first layers attend to everything
+        return max(0, num_layers - reader.number("max_window_layers", 0))
+    return num_layers
 
 
 class _Reader:

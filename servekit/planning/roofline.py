@@ -13,7 +13,6 @@ from msgspec import Struct
 from servekit.planning.devices import Device
 from servekit.planning.model_shape import ModelShape
 from servekit.protocol.messages import StepPlan
-from servekit.simulation.model import num_attention_pairs
 
 WEIGHT_BITS = {  # of one weight of a layer, with the scale of its row or of 128 weights
     "float32": 32.0,
@@ -104,16 +103,33 @@ class Roofline(Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     flop_per_s: float
     attention_flop_per_s: float
+    window: int = 0  # tokens that a layer with a sliding window attends to
+    window_share: float = 0.0  # the share of the layers that have one
     overhead_s: float = OVERHEAD_S
 
     def duration_s(self, plan: StepPlan) -> float:
         """A step's duration."""
-        num_context = sum(chunk.start for chunk in plan.chunks)
+        num_context = sum(self.num_attended(chunk.start) for chunk in plan.chunks)
         num_sampled = sum(chunk.samples for chunk in plan.chunks)
-        return self.step(plan.num_tokens, num_sampled, num_context, num_attention_pairs(plan)).duration_s
+        prompts = (chunk for chunk in plan.chunks if chunk.num_tokens > 1)
+        num_pairs = sum(self.num_pairs(chunk.start, chunk.num_tokens) for chunk in prompts)
+        return self.step(plan.num_tokens, num_sampled, num_context, num_pairs).duration_s
+
+    def num_attended(self, num_context: float) -> float:
+        """How many of the tokens before it a token attends to, as a mean over all layers."""
+        return num_context - self.window_share * max(0.0, num_context - self.window)
+
+    def num_pairs(self, start: int, num_tokens: int) -> float:
+        """Pairs of a token of a chunk and one that it attends to, as a mean over all layers."""
+        end = start + num_tokens
+        outside = (max(0.0, end - self.window) ** 2 - max(0.0, start - self.window) ** 2) / 2
+        return num_tokens * (start + num_tokens / 2) - self.window_share * outside
 
     def step(self, num_tokens: int, num_sampled: int, num_context: float, num_pairs: float = 0.0) -> StepTime:
-        """The same by numbers: tokens computed and sampled, tokens whose keys are read, pairs of tokens in prompts."""
+        """The same by numbers: tokens computed and sampled, tokens whose keys are read, pairs of tokens in prompts.
+
+        The last two are means over all layers, as `num_attended` and `num_pairs` compute them.
+        """
         weights_s = self.weights_s(num_tokens)
         multiply_s = num_tokens * self.token_s + num_sampled * self.head_s
         context_s = num_context * self.context_s
@@ -159,6 +175,8 @@ def make_roofline(layout: Layout, device: Device) -> Roofline:
         bytes_per_s=bytes_per_s,
         flop_per_s=flop_per_s,
         attention_flop_per_s=attention_flop_per_s,
+        window=shape.window or 0,
+        window_share=shape.num_window_layers / shape.num_layers,
     )
 
 

@@ -23,7 +23,7 @@ source = "measured"
 def test_every_device_has_a_source_and_plausible_figures() -> None:
     for key, device in known_devices().items():
         assert device.source and device.name, key
-        assert 100 <= device.flop_per_s("bfloat16") / device.bytes_per_s <= 500, key
+        assert 50 <= device.flop_per_s("bfloat16") / device.bytes_per_s <= 500, key
         assert device.flop_per_s("fp4") == device.flop_per_s("bfloat16"), "what is not in the file counts as bfloat16"
 
 

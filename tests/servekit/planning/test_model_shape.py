@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,29 @@ def test_the_language_part_of_a_model_of_text_and_images_is_read() -> None:
 def test_a_configuration_without_its_numbers_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_shape({**LLAMA_8B, **change})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("cohere2", {}),
+        ("gpt_oss", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 5}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 64}),
+        ("llama", {}),
+    ],
+)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_layers_with_a_window_are_those_of_transformers(
+    model_type: str, fields: dict[str, Any], is_listed: bool
+) -> None:
+    config = AutoConfig.for_model(model_type, num_hidden_layers=12, **fields)
+    expected = sum(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ())
+    written = {key: value for key, value in config.to_dict().items() if is_listed or key != "layer_types"} | fields
+    assert read_shape(written).num_window_layers == expected
+
+
+def test_all_layers_of_an_old_mistral_have_a_window() -> None:
+    assert read_shape({**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}).num_window_layers == 32

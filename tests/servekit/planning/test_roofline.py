@@ -92,6 +92,20 @@ def test_a_plan_takes_what_its_numbers_say() -> None:
     assert roofline.duration_s(StepPlan(0, 0, (), chunks)) == roofline.step(41, 1, 600, 40 * 120).duration_s
 
 
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 5), (3, 1), (0, 40), (6, 7), (20, 3)])
+def test_layers_with_a_window_attend_to_the_last_tokens_only(start: int, num_tokens: int) -> None:
+    config = {**LLAMA_8B, "sliding_window": 8, "layer_types": ["sliding_attention"] * 24 + ["full_attention"] * 8}
+    roofline = make_roofline(Layout(shape=read_shape(config)), H100)
+
+    def attended(position: float) -> float:
+        return (24 * min(position, 8) + 8 * position) / 32
+
+    assert roofline.num_attended(start) == attended(start)
+    # Each token counts with its own middle, in 100 pieces, as an integral.
+    points = (start + (piece + 0.5) / 100 for piece in range(100 * num_tokens))
+    assert roofline.num_pairs(start, num_tokens) == pytest.approx(sum(map(attended, points)) / 100, rel=1e-6)
+
+
 def test_float32_computes_at_its_own_rate_or_not_at_all() -> None:
     layout = Layout(shape=read_shape(LLAMA_8B), weight_format="float32")
     assert make_roofline(layout, H100).token_s == pytest.approx(
