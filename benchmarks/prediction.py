@@ -5,8 +5,10 @@ sequence may not end before, and must end then. First come requests of another k
 long, from which the predictor learns. Then clients that always wait show what the engine can bear. Then come the
 requests that are measured, in random order of arrival, at some parts of that load. The predictions are made
 afterwards, from the journal of the engine: when a request is added there, a predictor sees what the manager was like
-then. They are made twice: by a predictor that goes on learning, as that of a server does, and by one that learns
-nothing from the measured requests.
+then. They are made three times: by a predictor that goes on learning, as that of a server does; by one that learns
+neither step times nor lengths of answers from the measured requests, so that it is fitted to the others only; and by
+one that goes on learning and knows how long each answer will become, which shows what not to know that costs. The bands
+follow their outcomes in all three.
 
     python -m benchmarks.prediction --out build/prediction
     python -m benchmarks.prediction --journal build/journal     # keeps the journal, or predicts again if it is there
@@ -18,13 +20,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from enum import Enum
 from html import escape
 from math import exp, log10
 from pathlib import Path
 from statistics import NormalDist, median
+from unittest.mock import patch
 
 from msgspec import Struct
 
@@ -33,6 +38,7 @@ from benchmarks.random_llama import SMALL_SHAPE, make_random_llama
 from servekit.embedded.async_llm import AsyncLLM
 from servekit.embedded.sampling_params import SamplingParams
 from servekit.latency.latency_predictor import LatencyPredictor, Prediction
+from servekit.latency.roll_forward import RollForward
 from servekit.observability.journal import replay_journal
 from servekit.protocol.messages import StepPlan
 from servekit.scheduler.recording import AddRecord, PlanRecord, Record, ReplayWatcher
@@ -161,11 +167,23 @@ class Outcome(Struct, frozen=True):
     measured_s: float
 
 
+class LengthWatcher(ReplayWatcher):
+    """Notes how long answers became."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, int] = {}  # by sequence id
+
+    def committed(self, manager: WorkloadManager, tokens: list[SequenceToken], now_s: float) -> None:
+        for token in tokens:
+            if token.finish_reason is not None:
+                self.lengths[token.sequence.sequence_id] = token.sequence.num_output_tokens
+
+
 class Watcher(ReplayWatcher):
     """Predicts each request of a journal when it is added, and notes when its first token came."""
 
     def __init__(self, learns: bool) -> None:
-        """Without `learns`, nothing is learned from the measured requests."""
+        """Without `learns`, neither step times nor lengths are learned from the measured requests."""
         self.predictor = LatencyPredictor()
         self.outcomes: list[Outcome] = []
         self._learns = learns
@@ -212,10 +230,27 @@ def kind_of(sequence: Sequence) -> int:
     return sequence.sampling.max_tokens - MAX_TOKENS
 
 
-def predict(journal: Path, learns: bool) -> tuple[dict[str, float], list[Outcome]]:
+class Way(Enum):
+    """What a predictor knows of the measured requests."""
+
+    LEARNING = "it goes on learning"
+    FITTED = "neither step times nor lengths are learned from these requests"
+    ORACLE = "it goes on learning, and knows how long each answer will become"
+
+
+def predict(journal: Path, way: Way) -> tuple[dict[str, float], list[Outcome]]:
     """Return what the predictor has learned in the end, and what came of the measured requests."""
-    watcher = Watcher(learns)
-    result = replay_journal(journal, watcher)
+    watcher = Watcher(way is not Way.FITTED)
+    with contextlib.ExitStack() as stack:
+        if way is Way.ORACLE:
+            known = LengthWatcher()
+            replay_journal(journal, known)
+
+            def ends(_: RollForward, sequence: Sequence) -> bool:
+                return sequence.num_output_tokens + 1 >= known.lengths[sequence.sequence_id]
+
+            stack.enter_context(patch.object(RollForward, "_ends", ends))
+        result = replay_journal(journal, watcher)
     assert result.difference is None, result.difference
     return watcher.predictor.model.info(), [outcome for outcome in watcher.outcomes if outcome.kind > CAPACITY]
 
@@ -305,15 +340,14 @@ def main() -> None:
             model = str(make_random_llama(options.folder, SMALL_SHAPE))
             asyncio.run(serve(journal, model, options.loads, options.seconds))
         with ProcessPoolExecutor() as processes:
-            found = {learns: processes.submit(predict, journal, learns) for learns in (True, False)}
-    for learns, future in found.items():
+            found = {way: processes.submit(predict, journal, way) for way in Way}
+    for way, future in found.items():
         info, measured = future.result()
         rows = as_table(measured)
-        print(f"\n{'it goes on learning' if learns else 'nothing is learned from these requests'}")
-        print(f"{info}\n")
+        print(f"\n{way.value}\n{info}\n")
         for row in rows:
             print("| " + " | ".join(row) + " |")
-        if learns and options.out is not None:
+        if way is Way.LEARNING and options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             path = options.out / "prediction.html"
             path.write_text(as_page("Predicted and measured times to the first token", measured, rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from math import hypot, log
+from math import exp, hypot, log
 
 from msgspec import Struct
 
@@ -55,10 +55,13 @@ class LatencyPredictor(ReplayWatcher):
     `planned` and `committed` are called after each plan and each commit, as by a replay.
     """
 
-    NUM_ROLLS = 5  # simulations with different lengths of answers; their median and spread are used
+    NUM_ROLLS = 5  # simulations with different lengths of answers; their mean and spread are used
 
     def __init__(self, *, learns: bool = True) -> None:
-        """Without `learns`, it uses what it has taken over, and learns only the present speed of the worker."""
+        """Without `learns`, it uses the step times and the lengths of answers that it has taken over.
+
+        It still learns the present speed of the worker, and how far its predictions are off.
+        """
         self.model = LatencyModel()
         self.lengths = AnswerLengths()
         self.calibration = Calibration()
@@ -107,8 +110,7 @@ class LatencyPredictor(ReplayWatcher):
         """Learn when the first token of a sequence came that was predicted."""
         measured_s = first_token_s - prediction.predicted_s
         self.quality.first_token(prediction.first_token, measured_s)
-        if self.learns:
-            self.calibration.observe(prediction.raw_s, prediction.spread, measured_s)
+        self.calibration.observe(prediction.raw_s, prediction.spread, prediction.first_token, measured_s)
 
     def ended(self, prediction: Prediction, last_token_s: float) -> None:
         """Note when the last token of a sequence came, if its end was predicted."""
@@ -151,10 +153,10 @@ class LatencyPredictor(ReplayWatcher):
                 yield
             first_tokens_s.append(roll.first_tokens_s[sequence_id] - now_s)
             ends_s.append(roll.ends_s.get(sequence_id, now_s) - now_s)
-        raw_s = sorted(first_tokens_s)[len(first_tokens_s) // 2]
-        spread = self._spread(first_tokens_s)
+        raw_s, deviation = _summary(first_tokens_s)
+        spread = hypot(MIN_SPREAD, self.model.relative_error, deviation)
         band = self.calibration.band(raw_s, spread)
-        end_s = sorted(ends_s)[len(ends_s) // 2] if to_end else None
+        end_s = _summary(ends_s)[0] if to_end else None
         return Prediction(sequence_id, now_s, band, raw_s, spread, end_s)
 
     def refresh_waiting_time(self, manager: WorkloadManager, now_s: float) -> Iterator[None]:
@@ -175,9 +177,9 @@ class LatencyPredictor(ReplayWatcher):
         """How long the worker has been idle; 0 if a step is in flight."""
         return 0.0 if self._in_flight else now_s - self._last_done_s
 
-    def _spread(self, seconds: list[float]) -> float:
-        """The standard deviation of the logarithm of a time, from the lengths of answers and the model's error."""
-        logs = [log(max(each, Calibration.MIN_S)) for each in seconds]
-        mean = sum(logs) / len(logs)
-        variance = sum((each - mean) ** 2 for each in logs) / (len(logs) - 1)
-        return hypot(MIN_SPREAD, self.model.relative_error, variance**0.5)
+
+def _summary(seconds: list[float]) -> tuple[float, float]:
+    """Return the geometric mean of times, and the standard deviation of their logarithm."""
+    logs = [log(max(each, Calibration.MIN_S)) for each in seconds]
+    mean = sum(logs) / len(logs)
+    return exp(mean), (sum((each - mean) ** 2 for each in logs) / (len(logs) - 1)) ** 0.5

@@ -6,24 +6,66 @@ import random
 
 import pytest
 
-from servekit.latency.calibration import BAND_SHARE, Calibration
+from servekit.latency.calibration import BAND_SHARE, Band, Calibration
 
 
-def coverage(calibration: Calibration, rng: random.Random, bias: float, deviation: float) -> float:
+def coverage(
+    calibration: Calibration,
+    rng: random.Random,
+    bias: float,
+    deviation: float,
+    *,
+    number: int = 600,
+    longest_s: float = 10.0,
+) -> float:
     """The share of outcomes in their bands, of durations with such errors, each of which is learned from."""
     num_inside = 0
-    for _ in range(600):
-        seconds = rng.uniform(0.01, 10.0)
+    for _ in range(number):
+        seconds = rng.uniform(0.01, longest_s)
         measured_s = seconds * rng.lognormvariate(bias, deviation)
         band = calibration.band(seconds, 0.1)
         num_inside += band.low_s <= measured_s <= band.high_s
-        calibration.observe(seconds, 0.1, measured_s)
-    return num_inside / 600
+        calibration.observe(seconds, 0.1, band, measured_s)
+    return num_inside / number
 
 
 @pytest.mark.parametrize(("bias", "deviation"), [(0.0, 0.1), (0.0, 0.5), (0.3, 0.05), (-0.2, 0.2)])
 def test_eighty_percent_of_outcomes_are_in_the_band_whatever_the_errors(bias: float, deviation: float) -> None:
-    assert coverage(Calibration(), random.Random(0), bias, deviation) == pytest.approx(BAND_SHARE, abs=0.06)
+    assert coverage(Calibration(), random.Random(0), bias, deviation) == pytest.approx(BAND_SHARE, abs=0.04)
+
+
+@pytest.mark.parametrize("errors", [(0.0, 0.4), (0.5, 0.1), (-0.5, 0.1), (0.0, 0.02)])
+def test_bands_follow_errors_that_change(errors: tuple[float, float]) -> None:
+    calibration, rng = Calibration(), random.Random(1)
+    coverage(calibration, rng, 0.0, 0.1)
+    assert coverage(calibration, rng, *errors, number=150) == pytest.approx(BAND_SHARE, abs=0.08)
+
+
+def test_about_eighty_percent_are_in_the_band_even_if_errors_grow_all_the_time() -> None:
+    calibration, rng = Calibration(), random.Random(2)
+    shares = [coverage(calibration, rng, 0.0, 0.01 * 1.03**number, number=10) for number in range(120)]
+    assert sum(shares) / len(shares) == pytest.approx(BAND_SHARE, abs=0.02)
+
+
+def test_the_band_of_a_duration_is_learned_from_durations_like_it() -> None:
+    calibration, rng = Calibration(), random.Random(3)
+    num_inside = {0.1: 0, 5.0: 0}
+    for number in range(600):
+        seconds, deviation = ((0.1, 0.4), (5.0, 0.05))[number % 2]
+        measured_s = seconds * rng.lognormvariate(0.0, deviation)
+        band = calibration.band(seconds, 0.1)
+        num_inside[seconds] += band.low_s <= measured_s <= band.high_s
+        calibration.observe(seconds, 0.1, band, measured_s)
+    short, long = calibration.band(0.1, 0.1), calibration.band(5.0, 0.1)
+    assert short.high_s / short.low_s > 2.0 > 1.3 > long.high_s / long.low_s
+    assert all(inside / 300 == pytest.approx(BAND_SHARE, abs=0.06) for inside in num_inside.values())
+
+
+def test_the_band_of_a_duration_unlike_all_others_is_the_widest() -> None:
+    calibration = Calibration()
+    coverage(calibration, random.Random(4), 0.0, 0.2, longest_s=1.0)
+    known, unknown = calibration.band(0.5, 0.1), calibration.band(500.0, 0.1)
+    assert unknown.high_s / unknown.low_s > 1.3 * known.high_s / known.low_s
 
 
 def test_a_bias_is_corrected() -> None:
@@ -35,7 +77,7 @@ def test_a_bias_is_corrected() -> None:
 def test_errors_are_taken_to_be_normal_until_some_are_known() -> None:
     calibration = Calibration()
     for _ in range(Calibration.MIN_SCORES - 1):
-        calibration.observe(1.0, 0.1, 5.0)
+        calibration.observe(1.0, 0.1, calibration.band(1.0, 0.1), 5.0)
     band = calibration.band(1.0, 0.1)
     assert (band.low_s, band.median_s, band.high_s) == pytest.approx((0.88, 1.0, 1.137), rel=0.01)
 
@@ -43,5 +85,5 @@ def test_errors_are_taken_to_be_normal_until_some_are_known() -> None:
 def test_no_duration_is_too_short() -> None:
     calibration = Calibration()
     for _ in range(Calibration.MIN_SCORES):
-        calibration.observe(0.0, 0.1, 0.0)
+        calibration.observe(0.0, 0.1, Band(0.0, 0.0, 0.0), 0.0)
     assert calibration.band(0.0, 0.1).median_s == pytest.approx(Calibration.MIN_S)

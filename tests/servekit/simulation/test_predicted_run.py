@@ -1,12 +1,14 @@
 """Claims about predictions, against a service in virtual time whose steps have noise and whose lengths are hidden.
 
-The predictor learns from one workload, and predicts for another one, in which it learns nothing more.
+The predictor learns from one workload, and predicts for another one, of which it learns neither how long steps take nor
+how long answers become. Only its bands follow their outcomes, as they always do.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from statistics import median
 
 import pytest
@@ -68,7 +70,7 @@ def fitted() -> LatencyPredictor:
 
 def play(fitted: LatencyPredictor, load: float, number: int, predict_every: int) -> list[RequestOutcome]:
     predictor = LatencyPredictor(learns=False)
-    predictor.take_over(fitted)
+    predictor.take_over(deepcopy(fitted))
     run = PredictedRun(
         CONFIG, requests(2, number, load * CAPACITY, 120, 80), noisy(2), predictor, predict_every=predict_every
     )
@@ -92,7 +94,7 @@ def test_first_tokens_are_predicted_for_a_workload_that_was_not_seen(fitted: Lat
     """In an overload, so many requests come that most of them wait for several others."""
     error, coverage = errors_and_coverage(play(fitted, load, *((700, 14) if load > 1.0 else (250, 2))))
     assert error <= 0.10
-    assert 0.7 <= coverage <= 0.92
+    assert 0.72 <= coverage <= 0.88
 
 
 def goodput(
