@@ -38,7 +38,7 @@ from servekit.errors import (
 )
 from servekit.models.model_file import ModelFile, ModelSpec, check_kinds, check_split
 from servekit.models.names import Names, Split, StickyBy
-from servekit.models.residency import Admit, Load, ModelNeeds, Residency, State, Unload
+from servekit.models.residency import DEFAULT_LOAD_S, Admit, Load, ModelNeeds, Residency, State, Unload
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
 from servekit.remote.remote_engine import RemoteEngine
@@ -181,6 +181,7 @@ class ModelManager:
         self._file = file
         self._models: dict[str, ManagedModel] = {}
         self.residency = Residency(file.memory)
+        self._assume_load_time()
         self.metrics = SeveralModelsMetrics(__version__, lambda: [each.metrics for each in self._models.values()])
         self._result_budget = SharedBudget(config.max_total_logprobs)
         for spec in file.models:
@@ -194,6 +195,10 @@ class ModelManager:
         self._rejects_requests = False
         self._ended = asyncio.Event()
         self._has_changed = asyncio.Event()
+
+    def _assume_load_time(self) -> None:
+        """Assume that a model which was not loaded yet can be loaded while a request may wait for it."""
+        self.residency.assumed_load_s = min(DEFAULT_LOAD_S, self._file.max_load_wait_s)
 
     def _add(self, spec: ModelSpec) -> None:
         self.residency.add(ModelNeeds(spec.id, spec.memory, spec.entry.is_kept))
@@ -311,7 +316,7 @@ class ModelManager:
 
     async def load_model(self, model_id: str) -> ManagedModel:
         model = self._by_id(model_id)
-        use = model.begin_use() or await self.wait_for_use(model)
+        use = model.begin_use() or await self.wait_for_use(model, is_operator=True)
         use.release()
         return model
 
@@ -408,6 +413,7 @@ class ModelManager:
         leaving = [name for name in self._models if name not in specs]
         self._models = {name: self._models[name] for name in (*specs, *leaving)}
         self._file, self._names = file, _names(file)
+        self._assume_load_time()
         self.look()
 
     def _remove(self, model: ManagedModel) -> None:
@@ -472,13 +478,17 @@ class ModelManager:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    async def wait_for_use(self, model: ManagedModel) -> ModelUse:
-        """Use a model as soon as it is loaded. Raises QueueFull, or WorkerNotReady if it cannot be loaded."""
+    async def wait_for_use(self, model: ManagedModel, is_operator: bool = False) -> ModelUse:
+        """Use a model as soon as it is loaded. Raises QueueFull, or WorkerNotReady if it cannot be loaded.
+
+        An operator who loads it waits for as long as that takes.
+        """
         if self._rejects_requests or self._is_stopping:
             raise shutting_down()
         residency, name, started_s = self.residency, model.name, self.now()
         self._check_backoff(model, started_s)
-        self._check_wait(model, started_s)
+        if not is_operator:
+            self._check_wait(model, started_s)
         is_first = model.load_state in (State.COLD, State.FAILED)
         residency.mark_requested(name, started_s)
         position = residency.position(name)
@@ -486,7 +496,7 @@ class ModelManager:
         model.waiting.append(future)
         self.look()
         try:
-            async with pause_tolerant_timeout(self._file.max_load_wait_s):
+            async with contextlib.nullcontext() if is_operator else pause_tolerant_timeout(self._file.max_load_wait_s):
                 use = await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -513,7 +523,7 @@ class ModelManager:
 
     def _check_wait(self, model: ManagedModel, now_s: float) -> None:
         """Refuse a request that would wait for too long, or with too many others."""
-        wait_s = self.residency.expected_wait_s(model.name, now_s)
+        residency, max_wait_s = self.residency, self._file.max_load_wait_s
         limit = model.spec.config.max_num_queued_reqs
         if len(model.waiting) >= limit:
             model.loads.refused()
@@ -522,18 +532,24 @@ class ModelManager:
                 "(max_num_queued_reqs). Please try again later.",
                 retry_after_s=self.residency.retry_after_s(model.name, now_s),
             )
-        if wait_s > self._file.max_load_wait_s:
+        wait_s = residency.expected_wait_s(model.name, now_s)
+        if wait_s > max_wait_s:
+            if (
+                residency.load_s(model.name) > max_wait_s
+            ):  # no request may wait for all of it, and something must begin it
+                residency.mark_requested(model.name, now_s)
+                self.look()
             model.loads.refused()
-            raise self._too_long(model, wait_s)
+            raise self._too_long(model, wait_s, max_wait_s)
 
-    def _too_long(self, model: ManagedModel, wait_s: float) -> QueueFull:
+    def _too_long(self, model: ManagedModel, wait_s: float, patience_s: float = 0.0) -> QueueFull:
         now_s = self.now()
         position = self.residency.position(model.name)
         place = f"; it is number {position} of the models that wait" if position else ""
         return QueueFull(
             f"the model {model.name!r} is not loaded, and loading it would take {wait_s:.0f} s or more{place}; a "
             f"request may wait for {self._file.max_load_wait_s:g} s (max_load_wait). Please try again later.",
-            retry_after_s=self.residency.retry_after_s(model.name, now_s),
+            retry_after_s=self.residency.retry_after_s(model.name, now_s, patience_s),
         )
 
     @staticmethod

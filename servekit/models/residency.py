@@ -87,7 +87,7 @@ class _Model:
         self.requested_s: float | None = None  # since when a request waits for it
         self.ready_s = -inf  # since when it is loaded
         self.used_s = -inf  # when its last use began or ended
-        self.load_s = DEFAULT_LOAD_S  # what loading it takes
+        self.load_s: float | None = None  # what loading it took last; None: it was not measured yet
         self.load_began_s = 0.0
         self.num_failures = 0  # in a row
         self.retry_s = -inf
@@ -112,6 +112,7 @@ class Residency:
 
     def __init__(self, capacity: Mapping[str, int], models: Iterable[ModelNeeds] = ()) -> None:
         """`capacity` is the memory for models of each device, in bytes; devices that are not in it have no limit."""
+        self.assumed_load_s = DEFAULT_LOAD_S
         self._capacity = capacity
         self._models: dict[str, _Model] = {}
         for needs in models:
@@ -158,6 +159,13 @@ class Residency:
         """The time before which a model that could not be loaded is not tried again."""
         return self._models[name].retry_s
 
+    def load_s(self, name: str) -> float:
+        """What loading a model takes: what it took last, or what is assumed before it was measured."""
+        return self._load_s(self._models[name])
+
+    def _load_s(self, model: _Model) -> float:
+        return self.assumed_load_s if model.load_s is None else model.load_s
+
     def memory(self, name: str) -> Mapping[str, int]:
         """What counts as held by a model on each device, or will when it is loaded."""
         model = self._models[name]
@@ -182,18 +190,21 @@ class Residency:
         model = self._models[name]
         if model.is_loaded and not model.is_changing and not model.is_closed:
             return 0.0
-        wait_s = 0.0 if self._is_loading(model) else model.load_s
+        wait_s = 0.0 if self._is_loading(model) else self._load_s(model)
         line = self._line()
         before = line[: line.index(model)] if model in line else line
         for each in self._models.values():
             if self._is_loading(each) and (each is model or _share_devices(each, model)):
-                wait_s += max(0.0, each.load_began_s + each.load_s - now_s)
-        wait_s += sum(each.load_s for each in before if _share_devices(each, model) and not each.is_changing)
+                wait_s += max(0.0, each.load_began_s + self._load_s(each) - now_s)
+        wait_s += sum(self._load_s(each) for each in before if _share_devices(each, model) and not each.is_changing)
         return max(wait_s, model.retry_s - now_s)
 
-    def retry_after_s(self, name: str, now_s: float) -> int:
-        """Whole seconds after which a request for a model should come again that was refused now."""
-        return max(1, ceil(self.expected_wait_s(name, now_s)))
+    def retry_after_s(self, name: str, now_s: float, patience_s: float = 0.0) -> int:
+        """Whole seconds after which a request for a model should come again that was refused now.
+
+        It may then wait for `patience_s` more.
+        """
+        return max(1, ceil(self.expected_wait_s(name, now_s) - patience_s))
 
     @property
     def is_settled(self) -> bool:

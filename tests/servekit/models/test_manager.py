@@ -15,7 +15,7 @@ from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.engine.model_kind import GENERATE
-from servekit.errors import ConfigError, InvalidRequest, ModelNotFound
+from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile, ModelSpec, parse_model_file
 from servekit.models.read_file import estimated_bytes, with_kinds
@@ -283,6 +283,75 @@ async def test_memory_of_a_load_during_which_the_file_was_read_again_is_not_note
         await loading
         assert manager.residency.memory("a") == {"cuda:0": 10}, "it runs where it was loaded"
         assert manager.residency.free("cuda:1") == 100
+    finally:
+        await manager.stop()
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_model_that_loads_for_longer_than_a_request_may_wait_is_loaded_all_the_same(
+    measuring: asyncio.Event,
+) -> None:
+    clock = Clock()
+    manager = ModelManager(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
+    model = manager.find("a", LAW)
+    try:
+        loading = asyncio.create_task(manager.load_model("a"))
+        await asyncio.sleep(0)
+        clock.now_s = 100.0  # the operator's call waits for longer than requests may
+        measuring.set()
+        await loading
+        manager.unload_model("a")
+        await asyncio.sleep(0.01)
+        assert model.state == "cold"
+        measuring.clear()
+        with pytest.raises(QueueFull, match=r"would take 100 s .* may wait for 60 s") as refused:
+            await model.wait_for_use(LAW)
+        assert refused.value.retry_after_s == 40, "then the rest of the load is short enough to wait for it"
+        await asyncio.sleep(0)
+        assert model.state == "loading"
+        clock.now_s += 40.0
+        waiting = asyncio.create_task(model.wait_for_use(LAW))
+        await asyncio.sleep(0)
+        measuring.set()
+        (await waiting).release()
+    finally:
+        await manager.stop()
+
+
+async def test_operator_loads_a_model_at_once_that_requests_may_not_wait_for(measuring: asyncio.Event) -> None:
+    clock = Clock()
+    manager = ModelManager(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
+    try:
+        for _ in range(2):
+            measuring.clear()
+            loading = asyncio.create_task(manager.load_model("a"))
+            await asyncio.sleep(0)
+            clock.now_s += 100.0
+            measuring.set()
+            await loading
+            manager.unload_model("a")
+            await asyncio.sleep(0.01)
+    finally:
+        await manager.stop()
+
+
+async def test_first_load_is_tried_though_requests_may_wait_for_less_than_a_load_is_assumed_to_take(
+    measuring: asyncio.Event,
+) -> None:
+    manager = ModelManager(CONFIG, estimated())
+    manager.replace_file(estimated("max_load_wait = 2\n" + ESTIMATED))
+    measuring.set()
+    try:
+        (await manager.find("a", LAW).wait_for_use(LAW)).release()
     finally:
         await manager.stop()
 
