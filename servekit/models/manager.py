@@ -316,6 +316,7 @@ class ModelManager:
 
     async def load_model(self, model_id: str) -> ManagedModel:
         model = self._by_id(model_id)
+        self.residency.forget_failures(model_id)
         use = model.begin_use() or await self.wait_for_use(model, is_operator=True)
         use.release()
         return model
@@ -406,6 +407,8 @@ class ModelManager:
                 present.measured_bytes = None
             elif present.measured_bytes is not None:  # a measurement is better than a new estimate
                 measured = replace(spec.workers, memory_bytes=present.measured_bytes).memory
+            if changes:  # they may be the remedy
+                self.residency.forget_failures(spec.id)
             if present.engine is not None and changes:
                 log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
             present.spec, present.is_removed = spec, False

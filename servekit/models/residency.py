@@ -166,6 +166,11 @@ class Residency:
     def _load_s(self, model: _Model) -> float:
         return self.assumed_load_s if model.load_s is None else model.load_s
 
+    def forget_failures(self, name: str) -> None:
+        """Let a model that has failed be tried again at once, and then as after its first failure."""
+        model = self._models[name]
+        model.num_failures, model.retry_s = 0, -inf
+
     def memory(self, name: str) -> Mapping[str, int]:
         """What counts as held by a model on each device, or will when it is loaded."""
         model = self._models[name]

@@ -15,7 +15,7 @@ from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.engine.model_kind import GENERATE
-from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
+from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull, WorkerNotReady
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile, ModelSpec, parse_model_file
 from servekit.models.read_file import estimated_bytes, with_kinds
@@ -352,6 +352,40 @@ async def test_first_load_is_tried_though_requests_may_wait_for_less_than_a_load
     measuring.set()
     try:
         (await manager.find("a", LAW).wait_for_use(LAW)).release()
+    finally:
+        await manager.stop()
+
+
+@pytest.mark.parametrize("remedy", ["operator", "settings", "none"])
+async def test_failed_model_is_tried_at_once_when_an_operator_loads_it_or_its_settings_have_changed(
+    measuring: asyncio.Event, monkeypatch: pytest.MonkeyPatch, remedy: str
+) -> None:
+    async def fail(_: Measuring) -> None:
+        raise ConfigError("no such file")
+
+    clock = Clock()
+    manager = ModelManager(CONFIG, estimated(), clock)
+    model = manager.find("a", LAW)
+    measuring.set()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Measuring, "start", fail)
+            for _ in range(2):
+                with pytest.raises(WorkerNotReady, match="no such file"):
+                    await manager.load_model("a")
+        assert model.state == "failed"
+        with pytest.raises(WorkerNotReady, match="no such file") as refused:
+            await model.wait_for_use(LAW)
+        assert refused.value.retry_after_s == 30, "a load of 30 s, which is longer than the backoff of 5 s"
+        if remedy == "operator":
+            assert (await manager.load_model("a")).state == "ready"
+            return
+        manager.replace_file(estimated(ESTIMATED + ("max_model_len = 7\n" if remedy == "settings" else "")))
+        if remedy == "settings":
+            (await model.wait_for_use(LAW)).release()
+        else:
+            with pytest.raises(WorkerNotReady, match="no such file"):
+                await model.wait_for_use(LAW)
     finally:
         await manager.stop()
 
