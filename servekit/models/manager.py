@@ -458,6 +458,11 @@ class ModelManager:
     def drain(self, admits_requests: bool = False) -> None:
         self._is_draining = True
         self._rejects_requests = not admits_requests
+        if self._rejects_requests:  # a model that is loaded now would refuse those that wait for it
+            for model in self._models.values():
+                self._fail_waiting(model, shutting_down())
+                if not model.spec.entry.is_kept:
+                    self.residency.clear_requested(model.name)
         for engine in self._engines:
             engine.drain(admits_requests)
 

@@ -390,6 +390,21 @@ async def test_failed_model_is_tried_at_once_when_an_operator_loads_it_or_its_se
         await manager.stop()
 
 
+async def test_requests_that_wait_for_a_model_are_refused_when_the_server_drains(measuring: asyncio.Event) -> None:
+    manager = ModelManager(CONFIG, estimated())
+    try:
+        waiting = asyncio.create_task(manager.find("a", LAW).wait_for_use(LAW))
+        await asyncio.sleep(0)
+        manager.drain(admits_requests=True)
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "with --reuse-port, requests on open connections are still served"
+        manager.drain()
+        with pytest.raises(WorkerNotReady, match="shutting down"):
+            await asyncio.wait_for(waiting, 5)
+    finally:
+        await manager.stop()
+
+
 async def test_new_file_adds_removes_and_renames_models(manager: ModelManager) -> None:
     first = manager.find("open", LAW)
     text = (
