@@ -255,9 +255,10 @@ class ModelManager:
         """Whether some model that is loaded generates tokens, or all of them are loaded on demand."""
         if self.state != "ready":
             return False
+        if not any(model.spec.entry.is_kept for model in self._models.values()):
+            return True  # none need be loaded, so one that recovers is no worse than one that is cold
         proofs = await asyncio.gather(*(engine.probe_readiness() for engine in self._engines))
-        is_on_demand = not any(model.spec.entry.is_kept for model in self._models.values())
-        return (any(proofs) or (not proofs and is_on_demand)) and self.state == "ready"
+        return any(proofs) and self.state == "ready"
 
     async def render_metrics(self) -> bytes:
         return self.metrics.render()

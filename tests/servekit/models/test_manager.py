@@ -231,6 +231,9 @@ class Measuring:
 
     async def stop(self, graceful: bool = True) -> None: ...
 
+    async def probe_readiness(self) -> bool:
+        return False  # its worker is being replaced
+
 
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
@@ -401,6 +404,20 @@ async def test_requests_that_wait_for_a_model_are_refused_when_the_server_drains
         manager.drain()
         with pytest.raises(WorkerNotReady, match="shutting down"):
             await asyncio.wait_for(waiting, 5)
+    finally:
+        await manager.stop()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_model_that_recovers_makes_a_server_unready_only_if_it_should_be_loaded(
+    measuring: asyncio.Event, is_kept: bool
+) -> None:
+    measuring.set()
+    manager = ModelManager(CONFIG, estimated(ESTIMATED.replace("on_demand", "always" if is_kept else "on_demand")))
+    try:
+        await manager.start()
+        await manager.load_model("a")
+        assert await manager.probe_readiness() is not is_kept
     finally:
         await manager.stop()
 
