@@ -409,6 +409,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             description="CPUs of Ray that each worker reserves for each of its ranks; on a CPU also its threads",
         ),
     ] = 1
+    ray_nodes_per_replica: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="with --placement ray, most nodes that the ranks of each replica may be on, as many on "
+            "each; then they exchange tensors over the network, without encryption (docs/security.md)",
+        ),
+    ] = 1
     max_data_parallel_size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,10 +29,16 @@ from servekit.protocol.logging import configure_logging, escaped, write_line
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
 from servekit.protocol.quantization_job import QuantizationJob
 
+if TYPE_CHECKING:
+    from servekit.joining.agent import NodeOfRanks
+
 USAGE = (
     "usage: python -m servekit.worker --connect ADDRESS --key-file FILE [--device cuda:1], where ADDRESS and FILE are "
     "the --listen-workers and the --worker-key-file of a server; `servekit serve` alone starts its own worker"
 )
+
+MASTER_PORT = 29500  # as torchrun's
+MAX_RANKS = 1024  # of one worker
 
 # With ranks: one device for each, or the first one of as many.
 DEVICE = re.compile(r"auto|cuda|cpu(,cpu)*|cuda:\d+(,cuda:\d+)*")
@@ -53,6 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--node", metavar="NAME", default="", help="what the server calls this machine (default: its host name)"
     )
+    parser.add_argument(
+        "--nnodes", type=int, metavar="N", help="machines that share the ranks of one worker (default: 1)"
+    )
+    parser.add_argument("--node-rank", type=int, metavar="N", help="number of this machine among them, from 0")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="ranks on each machine (default: as many as --device names)"
+    )
+    parser.add_argument("--master-addr", metavar="HOST", help="address of node rank 0, at which the ranks meet")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help=f"port there (default: {MASTER_PORT})")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
     parser.add_argument("--cpus", metavar="LIST", help="cores to run on, like 0-7,16-23 (default: all that it may use)")
     parser.add_argument(
@@ -162,9 +178,48 @@ def join(arguments: argparse.Namespace) -> int:
         model=None if arguments.model is None else find_local(arguments.model),
         node=arguments.node,
         process_arguments=("--log-level", arguments.log_level, "--log-format", arguments.log_format),
+        node_of_ranks=node_of_ranks(arguments),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_agent(settings))
+
+
+def node_of_ranks(arguments: argparse.Namespace) -> NodeOfRanks | None:
+    """Return which of several machines this one is; None if a worker's ranks are all on one. Raises ConfigError."""
+    from servekit.joining.address import TcpAddress, parse_address
+    from servekit.joining.agent import NodeOfRanks
+
+    num_nodes, node_rank = arguments.nnodes, arguments.node_rank
+    if num_nodes is None:
+        for name in ("node_rank", "nproc_per_node", "master_addr", "master_port"):
+            if getattr(arguments, name) is not None:
+                option = name.replace("_", "-")
+                raise ConfigError(
+                    f"--{option} has no effect without --nnodes, the number of machines; set both, or none"
+                )
+        return None
+    num_devices = arguments.device.count(",") + 1
+    num_local_ranks = num_devices if arguments.nproc_per_node is None else arguments.nproc_per_node
+    if num_nodes < 2 or num_local_ranks < 1 or num_nodes * num_local_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"--nnodes {num_nodes} times --nproc-per-node {num_local_ranks} is not accepted: it takes 2 machines or "
+            f"more, and {MAX_RANKS} ranks at most; leave out --nnodes if all ranks are on this machine"
+        )
+    if num_devices not in (1, num_local_ranks):
+        raise ConfigError(
+            f"--device names {num_devices} devices, and --nproc-per-node is {num_local_ranks}; name one for each rank "
+            "on this machine, or only the first one"
+        )
+    if node_rank is None or not 0 <= node_rank < num_nodes:
+        raise ConfigError(f"--nnodes {num_nodes} needs --node-rank, a number from 0 to {num_nodes - 1}")
+    if arguments.master_addr is None:
+        raise ConfigError("--nnodes needs --master-addr, an address of node rank 0 that the other machines can reach")
+    host = arguments.master_addr.strip("[]")
+    port = MASTER_PORT if arguments.master_port is None else arguments.master_port
+    where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    rendezvous = parse_address(where, "--master-addr, --master-port")
+    assert isinstance(rendezvous, TcpAddress)
+    return NodeOfRanks(num_nodes, node_rank, num_local_ranks, rendezvous)
 
 
 def quantize(job: str) -> int:

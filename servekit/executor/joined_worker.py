@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from servekit.executor.worker_connection import WorkerConnection
+from servekit.executor.worker_group import WorkerGroup
 from servekit.protocol.handshake import Offer
 from servekit.protocol.messages import WorkerReady
 
@@ -12,6 +13,6 @@ from servekit.protocol.messages import WorkerReady
 class JoinedWorker(Struct, frozen=True):
     """A worker that has joined: authenticated, with the model loaded, and ready for steps."""
 
-    connection: WorkerConnection
+    connection: WorkerConnection | WorkerGroup  # a group, if its ranks have joined one by one
     offer: Offer
     ready: WorkerReady

@@ -77,22 +77,24 @@ def placements(config: ServeConfig) -> list[Placement]:
     ]
 
 
-def place_joining(device: str, load: LoadModel) -> Placement:
+def place_joining(device: str, load: LoadModel, num_local_ranks: int | None = None) -> Placement:
     """Return the place of a worker that joins a server from this machine. `device` is its --device.
 
     That names the first device, or one for each rank in the order of `placements`. On a CPU, ranks divide the cores
-    that this process may use. Raises ConfigError.
+    that this process may use. Where the ranks are on several machines, `num_local_ranks` of them are on this one.
+    Raises ConfigError.
     """
     devices = device.split(",")
-    if len(devices) not in (1, load.num_ranks):
+    num_ranks = num_local_ranks or load.num_ranks
+    if num_local_ranks is None and len(devices) not in (1, num_ranks):
         raise ConfigError(
             f"--device names {len(devices)} devices, and the server divides the model among {load.num_ranks} ranks "
             f"(--tensor-parallel-size {load.tensor_parallel_size}, --pipeline-parallel-size "
             f"{load.pipeline_parallel_size}); name one device for each rank, or only the first one"
         )
     _check_group(devices, "--device")
-    is_divided = load.num_ranks > 1 and _is_cpu(device)
-    return Placement(device, cpus=tuple(divide(_cores(), load.num_ranks)) if is_divided else ())
+    is_divided = num_ranks > 1 and _is_cpu(device)
+    return Placement(device, cpus=tuple(divide(_cores(), num_ranks)) if is_divided else ())
 
 
 def auto_device() -> str:

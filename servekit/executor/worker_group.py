@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
@@ -40,16 +41,30 @@ StartRank = Callable[[int, Callable[[], None]], WorkerConnection]  # (rank, on_l
 class WorkerGroup:
     """The messages to and from all ranks. A lost group stays lost; the first reason counts."""
 
-    is_leaving = False  # the ranks are children of this process, which end with it
+    def __init__(
+        self,
+        num_ranks: int,
+        result_rank: int,
+        start_rank: StartRank,
+        on_loss: Callable[[], None],
+        rendezvous: str | None = None,
+    ) -> None:
+        """Start the ranks. Those from `result_rank` on are the last stage. `on_loss` is called when one is lost.
 
-    def __init__(self, num_ranks: int, result_rank: int, start_rank: StartRank, on_loss: Callable[[], None]) -> None:
-        """Start the ranks. Those from `result_rank` on are the last stage. `on_loss` is called when one is lost."""
+        They find each other by `rendezvous`; by default by a file on this machine.
+        """
         self.loss: ServekitError | None = None
         self.cause = "other"  # as of WorkerConnection, or out_of_memory
-        self._on_loss = on_loss
+        self.on_loss = on_loss  # both may be replaced, as those of WorkerConnection
+        self.on_leaving: Callable[[], None] = lambda: None
+        self.encode = msgspec.msgpack.Encoder().encode
         self._is_lost = asyncio.Event()
         self._failure_timers: list[asyncio.TimerHandle] = []  # of ranks that failed, perhaps because another one ended
-        self._directory = tempfile.TemporaryDirectory(prefix="servekit-ranks-")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        if rendezvous is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="servekit-ranks-")
+            rendezvous = str(Path(self._directory.name) / "rendezvous")
+        self._rendezvous = rendezvous
         self._ranks: list[WorkerConnection] = []
         self._result_rank = result_rank
         # By rank, of all but the one that sends results, what it has answered; None when it is lost.
@@ -68,6 +83,7 @@ class WorkerGroup:
                 what = f"rank {rank} of {num_ranks} of the model worker did not start: {error}"
                 self.mark_lost(WorkerLost(what), "failed")
                 return
+            self._ranks[-1].on_leaving = self._on_rank_leaving
         for rank in self._answers:
             self._readers.append(asyncio.create_task(self._read(rank), name=f"reader of rank {rank}"))
 
@@ -86,18 +102,22 @@ class WorkerGroup:
         """The names of all ranks."""
         return ", ".join(worker.name for worker in self._ranks)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a rank has asked to be shut down. Only ranks that have joined do; the others are children."""
+        return any(worker.is_leaving for worker in self._ranks)
+
     # -- calls, as of WorkerConnection --------------------------------------------------------------------------------
 
     def send(self, message: ToWorker) -> None:
         """Send a message to all ranks. Does not wait."""
         if isinstance(message, LoadModel):
-            rendezvous = str(Path(self._directory.name) / "rendezvous")
             for rank, worker in enumerate(self._ranks):
-                worker.send(replace(message, rank=rank, rendezvous=rendezvous))
+                worker.send(replace(message, rank=rank, rendezvous=self._rendezvous))
             return
         if self.loss is not None:
             return  # `receive` raises it
-        self.send_payload(self._ranks[self._result_rank].encode(message))
+        self.send_payload(self.encode(message))
 
     def send_payload(self, payload: bytes) -> None:
         """Send a message that is encoded already, and is not LoadModel."""
@@ -152,7 +172,8 @@ class WorkerGroup:
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
-        self._directory.cleanup()
+        if self._directory is not None:
+            self._directory.cleanup()
 
     def mark_lost(self, error: ServekitError, cause: str) -> None:
         """Declare all ranks lost. Only the first reason counts."""
@@ -164,7 +185,7 @@ class WorkerGroup:
             timer.cancel()
         for worker in self._ranks:
             worker.mark_lost(error, cause)
-        self._on_loss()
+        self.on_loss()
 
     # -- the other ranks ----------------------------------------------------------------------------------------------
 
@@ -185,6 +206,11 @@ class WorkerGroup:
                 return
             if answer is None:
                 return
+
+    def _on_rank_leaving(self) -> None:
+        """Tell the caller once that the group must end, because one of its ranks wants to."""
+        if sum(worker.is_leaving for worker in self._ranks) == 1:
+            self.on_leaving()
 
     def _on_rank_lost(self, rank: int) -> None:
         loss, cause = self._ranks[rank].loss, self._ranks[rank].cause
@@ -216,4 +242,7 @@ class WorkerGroup:
             agrees = False
         if not agrees:
             what = f"rank {rank} of the model worker answered {type(other).__name__}, which does not fit"
-            self.mark_lost(WorkerLost(f"{what} rank {self._result_rank}'s {type(answer).__name__}"), "garbage")
+            what += f" rank {self._result_rank}'s {type(answer).__name__}"
+            if isinstance(answer, WorkerReady) and isinstance(other, WorkerReady):
+                what += f": {other.difference(answer) or 'it has another number of KV blocks'}"
+            self.mark_lost(WorkerLost(what), "garbage")

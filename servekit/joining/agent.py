@@ -4,6 +4,9 @@ The agent holds no model. For each connection it starts a worker process, or one
 and passes the messages between these processes and the server. A server does the same for its own workers, so a worker
 that joins runs the same program as any other worker. A crash of the worker or of its device ends only children of the
 agent. A new connection never sees the state of an old one.
+
+Where the ranks of a worker are on several machines, each rank joins by a connection of its own, and the server sends it
+the plans itself. An agent then has as many connections as ranks.
 """
 
 from __future__ import annotations
@@ -43,6 +46,22 @@ MIN_DELAY_S, MAX_DELAY_S = 0.5, 10.0  # between two attempts to join
 LEAVE_TIMEOUT_S = 25.0
 
 
+class NodeOfRanks(Struct, frozen=True):
+    """This machine among several that have the ranks of one worker, each as many as the others."""
+
+    num_nodes: int
+    node_rank: int
+    num_local_ranks: int
+    rendezvous: TcpAddress  # at which rank 0 waits for the others
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.num_local_ranks
+
+    def rank(self, local_rank: int) -> int:
+        return self.node_rank * self.num_local_ranks + local_rank
+
+
 class AgentSettings(Struct, frozen=True):
     """The server to join, and the settings of this worker."""
 
@@ -53,10 +72,12 @@ class AgentSettings(Struct, frozen=True):
     model: str | None  # path on this machine; None: the path that the server gives
     process_arguments: tuple[str, ...] = ()  # of each worker process
     node: str = ""  # what the server calls this machine; by default its host name
+    node_of_ranks: NodeOfRanks | None = None  # if this machine has some ranks, and other machines the others
+    local_rank: int = 0  # of the ranks on this machine, the one that joins
 
 
 class WorkerAgent:
-    """Keeps one worker joined to a server, through all restarts of either of them."""
+    """Keeps one worker, or one rank of it, joined to a server, through all restarts of either of them."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
@@ -211,13 +232,18 @@ class _Service:
         if not isinstance(message, LoadModel):
             raise ValueError(f"{type(message).__name__} before LoadModel")
         try:
-            placement = place_joining(self._settings.device, message)
+            node, local_rank = self._settings.node_of_ranks, self._settings.local_rank
+            placement = place_joining(self._settings.device, message, None if node is None else node.num_local_ranks)
         except ConfigError as error:
             self._refuse(error)
             return
         load = replace(placement.apply(message), model_path=self._settings.model or message.model_path)
-        ranks = f", divided among {load.num_ranks} ranks" if load.num_ranks > 1 else ""
-        log.info("joined %s; loading %s on %s%s", self._stream.name, load.model_path, load.device, ranks)
+        if node is not None:
+            load = replace(load, local_rank=local_rank)
+            which = f"rank {load.rank} of {load.num_ranks} of "
+        else:
+            which = f"all {load.num_ranks} ranks of " if load.num_ranks > 1 else ""
+        log.info("joined %s; loading %s%s on %s", self._stream.name, which, load.model_path, load.device)
         self._worker = start_local_worker(
             load, placement, self._settings.process_arguments, self._on_worker_message, self._finish
         )
@@ -280,7 +306,11 @@ def _offer(settings: AgentSettings) -> Offer:
         torch_version = metadata.version("torch")  # of the installed package; importing it would take seconds
     except metadata.PackageNotFoundError:
         torch_version = ""
-    return Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid())
+    offer = Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid())
+    if (ranks := settings.node_of_ranks) is None:
+        return offer
+    rank, num_ranks = ranks.rank(settings.local_rank), ranks.num_ranks
+    return replace(offer, rendezvous=str(ranks.rendezvous), rank=rank, num_ranks=num_ranks)
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:
@@ -299,12 +329,28 @@ def _explain(error: Exception, settings: AgentSettings) -> str:
 
 
 async def run_agent(settings: AgentSettings) -> int:
-    """Run an agent until a signal asks it to leave. Raises ConfigError."""
-    agent, loop = WorkerAgent(settings), asyncio.get_running_loop()
+    """Run an agent until a signal asks it to leave; or one for each rank on this machine. Raises ConfigError."""
+    num_agents = 1 if settings.node_of_ranks is None else settings.node_of_ranks.num_local_ranks
+    agents = [WorkerAgent(replace(settings, local_rank=number)) for number in range(num_agents)]
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        for agent in agents:
+            agent.leave()
+
     for number in LEAVE_SIGNALS:
-        loop.add_signal_handler(number, agent.leave)
+        loop.add_signal_handler(number, leave)
+    running = [asyncio.create_task(agent.run(), name="agent") for agent in agents]
     try:
-        return await agent.run()
+        await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        if any(not task.done() for task in running):  # one cannot serve, and the others cannot without it
+            leave()
+            leave()  # at once
+        codes = await asyncio.gather(*running, return_exceptions=True)
+        for error in codes:
+            if isinstance(error, BaseException):
+                raise error
+        return 0
     finally:
         for number in LEAVE_SIGNALS:  # another signal must not kill this process after it has left properly
             loop.remove_signal_handler(number)

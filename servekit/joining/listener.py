@@ -19,7 +19,7 @@ import socket
 import ssl
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -30,7 +30,9 @@ from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.errors import ConfigError, ServekitError
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.worker_connection import WorkerConnection
+from servekit.executor.worker_group import WorkerGroup
 from servekit.joining.address import TcpAddress, UnixAddress
+from servekit.joining.gathered_ranks import GatheredRanks, JoinedRank, group_of, offer_of, size_mismatch, with_hosts
 from servekit.joining.socket_stream import SocketStream
 from servekit.protocol.handshake import (
     MAX_REFUSAL_LENGTH,
@@ -105,7 +107,8 @@ class WorkerListener:
         # Every connection until it is refused or handed over. The first ones began first.
         self._handshakes: dict[asyncio.Task[None], str] = {}  # the values are the hosts of the connections
         self._loading: set[asyncio.Task[None]] = set()
-        self._joined: set[WorkerConnection] = set()
+        self._gathered = GatheredRanks()
+        self._joined: set[WorkerConnection | WorkerGroup] = set()
         self._log = _RateLimitedLog()
 
     @property
@@ -132,6 +135,7 @@ class WorkerListener:
             assert task is not None
             task.cancel()
         await asyncio.gather(*[task for task in tasks if task is not None], return_exceptions=True)
+        await self._gathered.stop()
         self._socket.close()
         self._socket = None
         if isinstance(self._settings.address, UnixAddress):
@@ -206,7 +210,7 @@ class WorkerListener:
             assert task is not None
             self._handshakes.pop(task, None)  # it is authenticated, so other connections cannot close it
             self._loading.add(task)
-            await self._load(*joining)
+            await self._join(*joining)
 
     async def _admit(self, connected: socket.socket, name: str) -> tuple[WorkerConnection, Offer]:
         """Open a connection and authenticate the worker.
@@ -266,11 +270,22 @@ class WorkerListener:
                 "version on both"
             )
         self._joined = {worker for worker in self._joined if worker.loss is None}
-        if len(self._joined) + len(self._loading) >= MAX_JOINED:
+        if len(self._joined) + len(self._loading) + len(self._gathered) >= MAX_JOINED:
             return "too_many", f"{MAX_JOINED} workers have joined already, which is the limit"
+        if (why := size_mismatch(offer, self._handler.load_model())) is not None:
+            return "other_size", why
         return self._handler.refusal(offer)
 
-    async def _load(self, worker: WorkerConnection, offer: Offer) -> None:
+    async def _join(self, worker: WorkerConnection, offer: Offer) -> None:
+        """Let a worker serve. If it is one rank of several, the last one of them lets all of them serve."""
+        if not offer.num_ranks:
+            await self._load(worker, offer)
+        elif (ranks := self._gathered.add(JoinedRank(worker, offer))) is not None:
+            await self._load(group_of(ranks, self._handler.load_model()), offer_of(ranks), ranks)
+
+    async def _load(
+        self, worker: WorkerConnection | WorkerGroup, offer: Offer, ranks: Sequence[JoinedRank] = ()
+    ) -> None:
         """Let a worker load the model, and hand it over when it is ready."""
         name, is_handed_over = f"worker {worker.name}", False
         try:
@@ -291,7 +306,8 @@ class WorkerListener:
                 is_handed_over = True
                 self._joined.add(worker)
                 log.info("%s has joined, %.1f s to load the model", name, message.load_time_s)
-                self._handler.worker_joined(JoinedWorker(worker, offer, message))
+                ready = with_hosts(message, ranks) if ranks else message
+                self._handler.worker_joined(JoinedWorker(worker, offer, ready))
         except ServekitError as error:
             self._worker_refused("load_failed", f"{name} did not join: {error.message}")
         finally:

@@ -50,9 +50,9 @@ def start_local_worker(
 ) -> LocalWorker:
     """Start one process for each part of the model, with these command line arguments, and let them load it.
 
-    Raises OSError.
+    Where the ranks are on several machines, `load` is for one of them, and there is one process. Raises OSError.
     """
-    if load.num_ranks > 1:
+    if load.num_ranks > 1 and load.local_rank is None:
         return LocalGroup(load, placement, arguments, on_message, on_end)
     return LocalProcess(load, placement, arguments, on_message, on_end)
 
@@ -65,7 +65,8 @@ class LocalProcess:
     ) -> None:
         self._on_message, self._on_end = on_message, on_end
         self._sent, self._received = FrameCodec(), FrameCodec()
-        self._process = WorkerProcess([*arguments, *placement.arguments(0)], placement.environment(0))
+        rank = load.local_rank or 0
+        self._process = WorkerProcess([*arguments, *placement.arguments(rank)], placement.environment(rank))
         self._process.start(self._on_bytes, lambda what: on_end(f"the worker process {what}"))
         self.send(msgspec.msgpack.encode(load))
 

@@ -44,6 +44,7 @@ class WorkerPlacer:
             model=model_anywhere(config),
             device=config.device,
             num_ranks=config.tensor_parallel_size * config.pipeline_parallel_size,
+            num_nodes=config.ray_nodes_per_replica,
             cpus_per_rank=config.ray_num_cpus,
             num_workers=self.num_workers,
             log_level=config.log_level,
@@ -124,7 +125,19 @@ def check_placement(config: ServeConfig) -> None:
                 "max_data_parallel_size has no effect with placement = 'local', which starts --data-parallel-size "
                 "workers; set placement = 'ray', or leave it out"
             )
+        if config.ray_nodes_per_replica > 1:
+            raise ConfigError(
+                f"ray_nodes_per_replica = {config.ray_nodes_per_replica} has no effect with placement = 'local'; set "
+                "placement = 'ray', or leave it out (workers on several machines without Ray: docs/workers.md)"
+            )
         return
+    num_ranks, num_nodes = config.tensor_parallel_size * config.pipeline_parallel_size, config.ray_nodes_per_replica
+    if num_ranks % num_nodes:
+        raise ConfigError(
+            f"ray_nodes_per_replica = {num_nodes} does not divide the {num_ranks} ranks of a replica "
+            f"(--tensor-parallel-size {config.tensor_parallel_size} times --pipeline-parallel-size "
+            f"{config.pipeline_parallel_size}): each node has as many ranks as the others"
+        )
     if find_spec("ray") is None:  # it is not imported here, because that takes a second and 100 MB
         raise ConfigError(
             "placement = 'ray' (--placement) needs Ray, which is not installed; in the checkout of servekit run: pip "

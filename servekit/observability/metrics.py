@@ -49,6 +49,7 @@ JOIN_REFUSALS = (
     "wrong_key",
     "other_version",
     "other_model",
+    "other_size",
     "invalid",
     "loading",
     "draining",

@@ -32,20 +32,24 @@ from servekit.errors import WorkerError
 from servekit.protocol.frames import MAX_MESSAGE_BYTES
 from servekit.protocol.sealed_frames import SealedFrameCodec, framed_digest
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 NONCE_BYTES = 32
-MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 700
+MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 1,100
 MIN_KEY_BYTES = 32
 
-# wrong_key, other_version, other_model: the operator must act. The other reasons are temporary: the worker tries again
-# later.
-Reason = Literal["wrong_key", "other_version", "other_model", "invalid", "loading", "draining", "too_many"]
-PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model"})
+# wrong_key, other_version, other_model, other_size: the operator must act. The other reasons are temporary: the worker
+# tries again later.
+Reason = Literal[
+    "wrong_key", "other_version", "other_model", "other_size", "invalid", "loading", "draining", "too_many"
+]
+PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model", "other_size"})
 MAX_REFUSAL_LENGTH = 500  # of its message, in characters
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Name = Annotated[str, Meta(max_length=100)]
+_Address = Annotated[str, Meta(max_length=300)]  # the name of a host has 253 characters at most
+_Rank = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class WorkerHello(Struct, frozen=True, tag="servekit_worker_hello"):
@@ -70,6 +74,11 @@ class Offer(Struct, frozen=True):
     servekit_version: _Name
     torch_version: _Name = ""
     pid: int = 0
+    # Of a group whose ranks are on several machines, each of them joins by itself: this one is `rank` of `num_ranks`.
+    # Those that name the same rendezvous, the address at which rank 0 waits for the others, are one group.
+    rendezvous: _Address = ""
+    rank: _Rank = 0
+    num_ranks: _Rank = 0  # 0: it has all ranks that the server asks for
 
 
 class WorkerProof(Struct, frozen=True, tag="servekit_worker_proof"):

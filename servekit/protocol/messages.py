@@ -56,7 +56,9 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     rank: int = 0
-    rendezvous: str = ""  # a file by which the ranks find each other
+    # Where the ranks find each other: a file on their machine, or `tcp://HOST:PORT/NAME`, a store that rank 0 has at
+    # this address, with a name that only this group uses.
+    rendezvous: str = ""
     load_timeout_s: float = 1800.0  # how long a rank may wait for another one
     heartbeat_timeout_s: float = 3.0  # after this time without a heartbeat, an agent counts a rank as lost
     quantization: str | None = None  # the format that unquantized weights are rounded to; None: they are not rounded
@@ -71,6 +73,7 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     # these workers, and which of them this worker writes to; None lets it read from all.
     kv_transfer_fds: tuple[int, ...] = ()
     kv_transfer_own: int | None = None
+    local_rank: int | None = None  # on its machine, set by the agent, where the ranks are on several machines
 
     @property
     def num_ranks(self) -> int:
@@ -115,6 +118,7 @@ class RankInfo(Struct, frozen=True):
 
     device: Annotated[str, Meta(max_length=100)]
     cpus: Annotated[str, Meta(max_length=2**15)]  # the cores that it may use, in the kernel's list format
+    host: Annotated[str, Meta(max_length=100)] = ""  # of a rank that joined by itself; "" where the worker's is known
 
 
 class WorkerReady(Struct, frozen=True, tag="worker_ready"):
@@ -139,7 +143,9 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     @property
     def place(self) -> str:
         """Its KV blocks, devices and cores, as a text for log lines."""
-        places = [f"{rank.device}, cores {rank.cpus}" for rank in self.ranks] or [self.device]
+        places = [
+            f"{f'{rank.host}, ' if rank.host else ''}{rank.device}, cores {rank.cpus}" for rank in self.ranks
+        ] or [self.device]
         if len(places) > 1:
             places = [f"rank {index}: {place}" for index, place in enumerate(places)]
         each = f" in each of {len(places)} ranks" if len(places) > 1 else ""

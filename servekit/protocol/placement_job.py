@@ -15,6 +15,7 @@ class PlacementJob(Struct, frozen=True, kw_only=True):
     model: str  # as a worker's --model takes it, on any machine
     device: str  # auto, cpu or cuda
     num_ranks: int  # of each worker
+    num_nodes: int = 1  # that the ranks of each worker may be on, each with as many of them
     cpus_per_rank: int
     num_workers: int
     log_level: str

@@ -4,7 +4,9 @@ The server starts it, and writes what it wants as lines of JSON: a PlacementJob,
 the server, and the workers end with it, because Ray ends the actors of a driver that has gone.
 
 Each worker has a placement group of one bundle with the resources of all its ranks. A bundle is on one node, so the
-ranks are, too. The workers are spread: each is asked for on the node that has the fewest of them.
+ranks are, too. The workers are spread: each is asked for on the node that has the fewest of them. If the server lets
+the ranks of a worker be on several nodes, there is a bundle for each of these, with its share of the ranks, and Ray
+packs the bundles on as few nodes as have room.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from servekit.joining.address import TcpAddress, parse_address
 from servekit.protocol.child_process import die_with_parent, ignore_signals
 from servekit.protocol.logging import configure_logging
 from servekit.protocol.placement_job import PlacementFailed, PlacementJob, SetNumWorkers
-from servekit.ray_cluster.worker_actor import WorkerActor
+from servekit.ray_cluster.worker_actor import NodeShare, WorkerActor
 
 log = logging.getLogger("servekit.ray")
 
@@ -91,17 +93,18 @@ class Cluster:
         has_gpu = ray.cluster_resources().get("GPU", 0.0) > 0.0
         device = job.device if job.device != "auto" else "cuda" if has_gpu else "cpu"
         self.job = replace(job, device=device, listen_address=self._reachable(job.listen_address))
-        self.bundle = {"CPU": float(job.cpus_per_rank * job.num_ranks)}
+        num_ranks = job.num_ranks // job.num_nodes
+        self.bundle = {"CPU": float(job.cpus_per_rank * num_ranks)}  # of one node
         if device == "cuda":
-            self.bundle["GPU"] = float(job.num_ranks)
+            self.bundle["GPU"] = float(num_ranks)
         self._lock = threading.Lock()
         self._num_workers: Counter[str | None] = Counter()  # by node id; None: not known yet
         log.info(
-            "Ray cluster at %s: %d nodes; each worker gets %s of one node, and joins at %s",
+            "Ray cluster at %s: %d nodes; each worker gets %s, and joins at %s",
             *(
                 ray.get_runtime_context().gcs_address,
                 len(self._nodes()),
-                describe(self.bundle),
+                self._describe_need("one node"),
                 self.job.listen_address,
             ),
         )
@@ -114,20 +117,24 @@ class Cluster:
         """Wait for the resources of one worker. Returns None if `stopping` is set before there are any."""
         from ray.util.placement_group import placement_group, placement_group_table
 
-        reservation = Reservation(None, self._take_emptiest_node(), "")
+        num_nodes = self.job.num_nodes
+        reservation = Reservation(None, self._take_nodes(), [])
+        # Ray can be asked for a certain node only where all bundles are on the same one.
+        strategy: dict[str, Any] = {"strategy": "PACK"}
+        if num_nodes == 1:
+            strategy = {"strategy": "STRICT_PACK", "_soft_target_node_id": reservation.node_ids[0]}
         with contextlib.ExitStack() as undo:  # also if Ray raises: the resources would be lost until this process ends
             undo.callback(self.release, reservation)
-            reservation.group = group = placement_group(
-                [self.bundle], strategy="STRICT_PACK", _soft_target_node_id=reservation.node_id
-            )
+            reservation.group = group = placement_group([self.bundle] * num_nodes, **strategy)
             if not self._wait_for(group, stopping):
                 return None
-            found: str = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
-            reservation.address = self._address_of(found)
-            with self._lock:  # Ray may have chosen another node
-                self._num_workers[reservation.node_id] -= 1
-                self._num_workers[found] += 1
-                reservation.node_id = found
+            node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+            found = [node_of_bundle[index] for index in range(num_nodes)]
+            reservation.addresses = [self._address_of(node_id) for node_id in found]
+            with self._lock:  # Ray may have chosen other nodes
+                self._num_workers.subtract(reservation.node_ids)
+                self._num_workers.update(found)
+                reservation.node_ids = [*found]
             undo.pop_all()
         return reservation
 
@@ -140,9 +147,9 @@ class Cluster:
             if time.monotonic() - logged_s > RESERVE_TIMEOUT_S:
                 logged_s = time.monotonic()
                 log.warning(
-                    "a worker has waited for %.0f s for a node with %s free; add nodes, or lower --data-parallel-size; "
+                    "a worker has waited for %.0f s for %s that are free; add nodes, or lower --data-parallel-size; "
                     "the nodes have: %s",
-                    *(logged_s - began_s, describe(self.bundle), self._describe_nodes()),
+                    *(logged_s - began_s, self._describe_need("a node"), self._describe_nodes()),
                 )
         return True
 
@@ -151,45 +158,69 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         with self._lock:
-            self._num_workers[reservation.node_id] -= 1
+            self._num_workers.subtract(reservation.node_ids)
         if reservation.group is not None:
             remove_placement_group(reservation.group)
 
-    def start_worker(self, reservation: Reservation) -> Any:
-        """Return the handle of an actor that has the reserved resources, and owns a worker."""
+    def start_worker(self, reservation: Reservation) -> list[Any]:
+        """Return the handles of actors that have the reserved resources, one for each bundle, and own a worker."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor = self._ray.remote(WorkerActor).options(
-            num_cpus=self.bundle["CPU"],
-            num_gpus=self.bundle.get("GPU", 0.0),
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=0),
-        )
-        return actor.remote(self.job, reservation.node)
+        actors = []
+        for index, node in enumerate(reservation.names()):
+            actor = self._ray.remote(WorkerActor).options(
+                num_cpus=self.bundle["CPU"],
+                num_gpus=self.bundle.get("GPU", 0.0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    reservation.group, placement_group_bundle_index=index
+                ),
+            )
+            actors.append(actor.remote(self.job, node))
+        return actors
 
-    def wait_for_end(self, actor: Any) -> tuple[int | None, str]:
-        """Wait until the worker of an actor ends. Returns its exit code, None if the actor was lost, and why."""
+    def wait_for_end(self, actors: list[Any], reservation: Reservation) -> tuple[int | None, str]:
+        """Run the worker of these actors until it ends, or its share on one of the nodes.
+
+        Returns its exit code, None if an actor was lost, and why.
+        """
         from ray.exceptions import RayError
 
         try:
-            code, last_line = self._ray.get(actor.run.remote())
+            shares: list[NodeShare | None] = [None]
+            if len(actors) > 1:
+                address = reservation.addresses[0]
+                port = self._ray.get(actors[0].free_port.remote(address))
+                shares = [NodeShare(node_rank, address, port) for node_rank in range(len(actors))]
+            running = [actor.run.remote(share) for actor, share in zip(actors, shares, strict=True)]
+            ended, _ = self._ray.wait(running, num_returns=1)
+            code, last_line = self._ray.get(ended[0])
         except RayError as error:
             return None, f"{type(error).__name__}: " + " ".join(str(error).split())[:300]
         return code, f"exit code {code}: {last_line}"
 
-    def kill(self, actor: Any) -> None:
-        """End an actor, and so its worker, at once."""
-        self._ray.kill(actor)
+    def leave(self, actors: list[Any]) -> None:
+        """Ask the worker of these actors to finish its steps and end."""
+        for actor in actors:
+            actor.leave.remote()
+
+    def kill(self, actors: list[Any]) -> None:
+        """End actors, and so their worker, at once."""
+        for actor in actors:
+            self._ray.kill(actor)
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
-    def _take_emptiest_node(self) -> str | None:
+    def _take_nodes(self) -> list[str | None]:
         """Return the node with the fewest of our workers, of those that are large enough for one, and count one more.
 
-        None if no node is large enough.
+        None if no node is large enough, and for each bundle of several: Ray chooses then.
         """
         with self._lock:
+            if self.job.num_nodes > 1:
+                self._num_workers[None] += self.job.num_nodes
+                return [None] * self.job.num_nodes
             fitting = [
                 node["NodeID"]
                 for node in self._nodes()
@@ -197,7 +228,12 @@ class Cluster:
             ]
             chosen = min(fitting, key=lambda node_id: self._num_workers[node_id], default=None)
             self._num_workers[chosen] += 1
-            return chosen
+            return [chosen]
+
+    def _describe_need(self, of_one: str) -> str:
+        """Return what a worker needs, as text."""
+        num_nodes = self.job.num_nodes
+        return f"{describe(self.bundle)} of " + (of_one if num_nodes == 1 else f"each of {num_nodes} nodes or fewer")
 
     def _describe_nodes(self) -> str:
         nodes = (
@@ -239,18 +275,21 @@ def _check_address(address: str) -> None:
 
 
 class Reservation:
-    """Resources for one worker on one node, which Ray calls a placement group."""
+    """Resources for one worker, which Ray calls a placement group. Each of its bundles is on one node."""
 
-    def __init__(self, group: Any, node_id: str | None, address: str) -> None:
-        """`group` is None until Ray has been asked for it."""
+    def __init__(self, group: Any, node_ids: list[str | None], addresses: list[str]) -> None:
+        """`group` is None until Ray has been asked for it. The others are by bundle."""
         self.group = group
-        self.node_id = node_id
-        self.address = address
+        self.node_ids = node_ids
+        self.addresses = addresses
 
-    @property
-    def node(self) -> str:
-        """What logs and the server call the node."""
-        return f"{self.address}, Ray node {(self.node_id or '')[:8]}"
+    def names(self) -> list[str]:
+        """Return what logs and the server call the node of each bundle."""
+        found = zip(self.addresses, self.node_ids, strict=True)
+        return [f"{address}, Ray node {(node_id or '')[:8]}" for address, node_id in found]
+
+    def __str__(self) -> str:
+        return " and ".join(dict.fromkeys(self.names()))
 
 
 class Placer:
@@ -278,7 +317,7 @@ class PlacedWorker:
         self._cluster = cluster
         self._leaving = threading.Event()
         self._lock = threading.Lock()
-        self._actor: Any = None
+        self._actors: list[Any] = []
         self._thread = threading.Thread(target=self._run, daemon=True, name="places a worker")
         self._thread.start()
 
@@ -286,21 +325,21 @@ class PlacedWorker:
     def is_running(self) -> bool:
         """Whether it has its resources."""
         with self._lock:
-            return self._actor is not None
+            return bool(self._actors)
 
     def leave(self) -> None:
         """Let the worker finish its steps and end, in the background."""
         with self._lock:
             self._leaving.set()
-            if self._actor is not None:
-                self._actor.leave.remote()
-                threading.Thread(target=self._kill_late, args=(self._actor,), daemon=True).start()
+            if self._actors:
+                self._cluster.leave(self._actors)
+                threading.Thread(target=self._kill_late, args=(self._actors,), daemon=True).start()
 
-    def _kill_late(self, actor: Any) -> None:
+    def _kill_late(self, actors: list[Any]) -> None:
         self._thread.join(LEAVE_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("a worker did not leave within %g s; it is killed", LEAVE_TIMEOUT_S)
-            self._cluster.kill(actor)
+            self._cluster.kill(actors)
 
     def _run(self) -> None:
         num_failures = 0
@@ -323,18 +362,21 @@ class PlacedWorker:
             with self._lock:
                 if self._leaving.is_set():
                     return
-                self._actor = cluster.start_worker(reservation)
-            log.info("a worker starts on %s", reservation.node)
-            code, why = cluster.wait_for_end(self._actor)
+                self._actors = actors = cluster.start_worker(reservation)
+            log.info("a worker starts on %s", reservation)
+            code, why = cluster.wait_for_end(actors, reservation)
+            if len(actors) > 1:  # the share on one node serves no step without the others
+                cluster.kill(actors)
             if self._leaving.is_set():
-                log.info("the worker on %s has left", reservation.node)
+                log.info("the worker on %s has left", reservation)
                 return
-            log.warning("the worker on %s has ended, and is started again (%s)", reservation.node, why)
+            log.warning("the worker on %s has ended, and is started again (%s)", reservation, why)
             if code == PERMANENT:
-                report(f"a worker on {reservation.address} cannot serve: {why}")
+                where = " and ".join(dict.fromkeys(reservation.addresses))
+                report(f"a worker on {where} cannot serve: {why}")
         finally:
             with self._lock:
-                self._actor = None
+                self._actors = []
             cluster.release(reservation)
 
 

@@ -1,6 +1,7 @@
 """Own one worker on a node of a Ray cluster: a process of `python -m servekit.worker --connect`.
 
-The worker joins the server as every other worker does. Ray carries no step and no token.
+The worker joins the server as every other worker does. Ray carries no step and no token. Where the ranks of a worker
+are on several nodes, there is such a process, with its share of the ranks, on each.
 """
 
 from __future__ import annotations
@@ -8,13 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+
+from msgspec import Struct
 
 from servekit.protocol.placement_job import PlacementJob
 
 PIPE_ROOM_BYTES = 2**15  # a pipe takes more without a reader
+# Between those that Ray's workers listen at and those that the kernel gives to outgoing connections.
+PORTS = range(20_000, 32_000)
+
+
+class NodeShare(Struct, frozen=True):
+    """The ranks of one node, of a worker whose ranks are on several: which node it is, and where the ranks meet."""
+
+    node_rank: int
+    master_addr: str  # of node rank 0
+    master_port: int
 
 
 class WorkerActor:
@@ -42,13 +57,27 @@ class WorkerActor:
                 command += ["--tls-ca", f"/dev/fd/{inherited[1]}"]
             # Ray sets the variable for the whole actor, and each rank would use that many threads.
             environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, job.cpus_per_rank))}
-            self._command, self._inherited, self._environment = command, inherited, environment
+            self._job, self._command, self._inherited, self._environment = job, command, inherited, environment
             self._pipes = pipes.pop_all()
         self.process: subprocess.Popen[str] | None = None
         self.last_line = ""  # that it wrote to standard error
 
-    async def run(self) -> tuple[int, str]:
-        """Run the worker until it ends. Returns its exit code and its last line on standard error."""
+    async def free_port(self, address: str) -> int:
+        """Return a port of this node that nothing uses now. Raises OSError if there is none."""
+        for port in random.sample(PORTS, len(PORTS)):
+            with contextlib.suppress(OSError), socket.create_server((address, port), family=_family(address)):
+                return port
+        raise OSError(f"no port of {address} from {PORTS.start} to {PORTS.stop - 1} is free")
+
+    async def run(self, share: NodeShare | None = None) -> tuple[int, str]:
+        """Run the worker, or this node's share of it, until it ends.
+
+        Returns its exit code and its last line on standard error.
+        """
+        if share is not None:
+            self._command += ["--nnodes", str(self._job.num_nodes), "--node-rank", str(share.node_rank)]
+            self._command += ["--nproc-per-node", str(self._job.num_ranks // self._job.num_nodes)]
+            self._command += ["--master-addr", share.master_addr, "--master-port", str(share.master_port)]
         # The kernel kills the worker when the thread that started it ends: this one, which lives as long as the actor.
         with self._pipes:
             self.process = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond, and nothing else runs here
@@ -75,6 +104,10 @@ class WorkerActor:
                 sys.stderr.write(line)
                 self.last_line = line.strip()
         return process.wait()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _filled_pipe(text: str, pipes: contextlib.ExitStack) -> int:

@@ -105,6 +105,36 @@ def test_ranks_on_one_node_answer_like_one_process(nodes: RayNodes, tmp_path: Pa
         ]
 
 
+def test_ranks_on_two_nodes_answer_like_one_process_and_go_on_when_one_of_them_is_killed(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    """No node has the four CPUs that both ranks reserve, so each rank gets a node."""
+    arguments = ["--placement", "ray", "--ray-address", nodes.address, "--tensor-parallel-size", "2"]
+    arguments += ["--ray-num-cpus", "2", "--ray-nodes-per-replica", "2", "--heartbeat-timeout", "30"]
+    fields = {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}
+    with serving("demo", *arguments, log=tmp_path / "log") as server, ThreadPoolExecutor(len(PROMPTS)) as threads:
+
+        def divided(during: Callable[[], object] = lambda: None) -> list[str]:
+            before = server.metric("servekit_generation_tokens_total")
+            streams = [threads.submit(server.stream, prompt, **fields) for prompt in PROMPTS]
+            wait_until(lambda: server.metric("servekit_generation_tokens_total") > before + len(PROMPTS), server)
+            during()
+            return [stream.result()[-1]["generated_text"] for stream in streams]
+
+        (replica,) = server.client.get("/info").json()["replicas"]
+        hosts = [re.sub(".*Ray node ", "", rank["host"]) for rank in replica["ranks"]]
+        assert len(set(hosts)) == 2, "each rank on a node of its own"
+        answers = [divided()]
+        nodes.add()
+        victim = next(host for host in hosts if host != nodes.head_id[:8])
+        answers.append(divided(lambda: nodes.kill(victim)))
+        (replica,) = server.client.get("/info").json()["replicas"]
+        assert victim not in str(replica["ranks"]) and len(replica["ranks"]) == 2
+    with serving("demo", log=tmp_path / "whole.log") as server:
+        whole = [server.generate(prompt, **fields)["generated_text"] for prompt in PROMPTS]
+    assert answers == [whole, whole]
+
+
 def test_without_a_cluster_the_server_ends_and_says_how_to_start_one(tmp_path: Path) -> None:
     server = ServerProcess("sim:step=1ms", "--placement", "ray", "--ray-address", "127.0.0.1:1", log=tmp_path / "log")
     assert server.process.wait(ENOUGH_S) == 2
@@ -120,7 +150,8 @@ def test_workers_are_added_while_requests_wait_and_leave_when_none_do(nodes: Ray
     with serving(*arguments, "--scale-down-delay", "3", log=tmp_path / "log") as server:
         assert ready_hosts(server).total() == 1
         server.stream("Hello", max_tokens=30, ignore_eos=True)  # nothing is predicted before an answer has ended
-        assert answers(server, lambda: wait_until(lambda: ready_hosts(server).total() == 3, server)) == expected()
-        assert len(ready_hosts(server)) == 3, "each on a node of its own"
+        # Each on a node of its own. The first one may leave again before the last answer has ended.
+        are_spread = lambda: sorted(ready_hosts(server).values()) == [1, 1, 1]  # noqa: E731
+        assert answers(server, lambda: wait_until(are_spread, server)) == expected()
         wait_until(lambda: ready_hosts(server).total() == 1, server)
         assert server.stream(PROMPTS[0], max_tokens=NUM_TOKENS, ignore_eos=True)[-1]["generated_text"] == expected()[0]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, WorkerLost
 from workers.parallel.pipeline_stage import PipelineStage
 from workers.parallel.rank_group import RankGroup
+from workers.parallel.rendezvous import TcpRendezvous
 
 
 class Ranks:
@@ -26,26 +28,30 @@ class Ranks:
         device: torch.device,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Wait for the other ranks. `rendezvous` is a file that all of them can open, and that did not exist before.
+        """Wait for the other ranks.
 
-        `timeout_s` is how long a rank waits for another one in any operation, also while that one reads its weights.
-        Raises ConfigError if they cannot be connected.
+        `rendezvous` is a file that all of them can open, and that did not exist before, or the `tcp://` address of a
+        TcpRendezvous. `timeout_s` is how long a rank waits for another one in any operation, also while that one reads
+        its weights. Raises ConfigError if they cannot be connected, and WorkerLost if another try may help.
         """
         size = tensor_parallel_size * pipeline_parallel_size
+        timeout = timedelta(seconds=timeout_s)
+        remote = TcpRendezvous(rendezvous) if rendezvous.startswith("tcp://") else None
         # The ranks of one machine need no other interface, and the name of the machine may not resolve.
+        interface = "lo" if remote is None else remote.interface()
         for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        meeting: dict[str, Any] = {"init_method": f"file://{rendezvous}"}
+        if remote is not None:
+            meeting = {"store": remote.open_store(rank, timeout_s)}
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{rendezvous}",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **meeting)
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"rank {rank} of {size} cannot be connected to the others: {error}") from error
+            what = f"rank {rank} of {size} cannot be connected to the others: {error}"
+            if remote is not None:  # another machine may be lost, and come back
+                raise WorkerLost(what) from error
+            raise ConfigError(what) from error
         # Every rank makes the groups of all stages, in this order.
         mesh = init_device_mesh(
             "cpu", (pipeline_parallel_size, tensor_parallel_size), mesh_dim_names=("stage", "tensor")

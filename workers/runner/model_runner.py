@@ -815,15 +815,16 @@ def _measure_memory_use(loaded: LoadedModel, settings: LoadModel, drafter: Loade
 
 
 def _device_of_rank(settings: LoadModel) -> str:
-    """Return the device of this rank: on GPUs, each rank of each replica has one of its own."""
+    """Return the device of this rank: on GPUs, each rank of each replica on a machine has one of its own."""
     devices = settings.device.split(",")
+    rank = settings.rank if settings.local_rank is None else settings.local_rank
     if len(devices) > 1:
-        return devices[settings.rank]
+        return devices[rank]
     name, _, number = settings.device.partition(":")
     is_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     if not is_gpu or (settings.num_ranks == 1 and settings.device_index is None):
         return settings.device
-    return f"cuda:{int(number or settings.device_index or 0) + settings.rank}"
+    return f"cuda:{int(number or settings.device_index or 0) + rank}"
 
 
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:

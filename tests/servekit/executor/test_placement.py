@@ -236,6 +236,14 @@ def test_a_group_that_joins_has_the_devices_and_divides_the_cores_of_its_agent(u
     assert place_joining("cpu", LOAD) == Placement("cpu"), "a process alone has all cores of its agent"
 
 
+def test_ranks_of_a_group_on_several_machines_divide_the_cores_of_each(use_cores: UseCores) -> None:
+    use_cores({1, 2, 5})
+    load = replace(LOAD, tensor_parallel_size=4)
+    assert place_joining("cpu", load, 1) == Placement("cpu"), "alone on its machine"
+    assert place_joining("cpu", load, 2) == Placement("cpu", cpus=((1,), (2, 5)))
+    assert place_joining("cuda:2,cuda:3", load, 2) == Placement("cuda:2,cuda:3")
+
+
 @pytest.mark.parametrize(
     ("device", "expected"),
     [

@@ -27,6 +27,7 @@ from servekit.protocol.sampling_params import SamplingParams
 from servekit.worker import USAGE
 from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, MODEL, RecordingHandler, listening
 
+ONE_OF_TWO = ("--connect", "unix:/x", "--nnodes", "2", "--node-rank", "0", "--master-addr", "host")
 SLOW_S = 90.0  # to start Python and join, on a machine that does much else
 
 
@@ -278,6 +279,27 @@ async def test_a_worker_that_has_not_joined_yet_leaves_at_the_first_signal(tmp_p
     await silent.wait_closed()
 
 
+async def test_one_agent_has_a_connection_for_each_rank_on_its_machine(tmp_path: Path) -> None:
+    """And a rank that cannot serve ends the agent, because the others cannot without it."""
+    handler = make_handler()
+    handler.load = replace(handler.load, tensor_parallel_size=4)
+    arguments = ("--connect", f"unix:{tmp_path}/workers.sock", "--nnodes", "2", "--node-rank", "1")
+    arguments += ("--master-addr", "127.0.0.1", "--device", "cpu,cpu")
+    async with listening(handler, tmp_path) as listener, worker(tmp_path, *arguments) as joining:
+        async with asyncio.timeout(SLOW_S):
+            while len(listener._gathered) < 2:  # noqa: ASYNC110  # there is no event for it
+                await asyncio.sleep(0.02)
+        assert sorted(listener._gathered._groups["tcp://127.0.0.1:29500"]) == [2, 3]
+        joining.process.send_signal(signal.SIGTERM)
+        code, output = await joining.wait()
+        assert code == 0, output
+
+        handler.load = replace(handler.load, tensor_parallel_size=2)
+        async with worker(tmp_path, *arguments) as joining:
+            code, output = await joining.wait()
+        assert code == 2 and "of 4 (--nnodes times --nproc-per-node)" in output, output
+
+
 async def test_a_signal_after_the_worker_has_left_does_not_change_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -324,6 +346,17 @@ async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sent
         (("--connect", "tcp://host:80", "--tls-ca", "/nowhere"), "no certificates in PEM format"),
         (("--connect", "unix:/x", "--cpus", "3-"), "'3-' is not a list of cores; write it like 0-7,16-23"),
         (("--connect", "unix:/x", "--cache-dir", "/proc/none"), "choose a directory that can be written"),
+        (("--connect", "unix:/x", "--node-rank", "1"), "--node-rank has no effect without --nnodes"),
+        (("--connect", "unix:/x", "--nnodes", "1", "--node-rank", "0"), "it takes 2 machines or more"),
+        (("--connect", "unix:/x", "--nnodes", "2"), "--nnodes 2 needs --node-rank, a number from 0 to 1"),
+        (("--connect", "unix:/x", "--nnodes", "2", "--node-rank", "2"), "needs --node-rank, a number from 0 to 1"),
+        (("--connect", "unix:/x", "--nnodes", "2", "--node-rank", "0"), "--nnodes needs --master-addr"),
+        (
+            (*ONE_OF_TWO, "--master-port", "65536"),
+            "--master-addr, --master-port = 'tcp://host:65536' is not an address",
+        ),
+        ((*ONE_OF_TWO, "--nproc-per-node", "0"), "--nnodes 2 times --nproc-per-node 0 is not accepted"),
+        ((*ONE_OF_TWO, "--nproc-per-node", "3", "--device", "cpu,cpu"), "names 2 devices, and --nproc-per-node is 3"),
         (("--connect", "unix:/x", "--cpus", ""), "'' is not a list of cores; write it like 0-7,16-23"),
         (("--connect", "unix:/x", "--cpus", "9998-9999"), "names cores 9998-9999, which do not exist or which this"),
     ],

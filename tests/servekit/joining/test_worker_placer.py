@@ -108,6 +108,8 @@ async def test_a_placing_process_that_ends_later_is_started_again(monkeypatch: p
         ({"devices": "cuda:0"}, "devices = 'cuda:0' .* the cluster chooses"),
         ({"data_parallel_size": 3, "max_data_parallel_size": 2}, "max_data_parallel_size = 2 is less than"),
         ({"placement": "local", "max_data_parallel_size": 2}, "has no effect with placement = 'local'"),
+        ({"ray_nodes_per_replica": 2}, "ray_nodes_per_replica = 2 does not divide the 1 ranks of a replica"),
+        ({"placement": "local", "ray_nodes_per_replica": 2}, "ray_nodes_per_replica = 2 has no effect with"),
         ({"device": "cuda:1"}, "device = 'cuda:1' .* use --device cuda or --device cpu"),
     ],
 )

@@ -99,6 +99,10 @@ def test_the_largest_result_is_within_the_bound_and_the_bound_is_not_far_above(n
             (RankInfo("cuda:2", "0-7"), RankInfo("cuda:0", "8-15")),
             "8 KV blocks in each of 2 ranks, rank 0: cuda:2, cores 0-7; rank 1: cuda:0, cores 8-15",
         ),
+        (
+            (RankInfo("cpu", "0", "gpu-7"), RankInfo("cpu", "0", "gpu-8")),
+            "8 KV blocks in each of 2 ranks, rank 0: gpu-7, cpu, cores 0; rank 1: gpu-8, cpu, cores 0",
+        ),
     ],
 )
 def test_a_worker_says_where_each_rank_runs(ranks: tuple[RankInfo, ...], expected: str) -> None:

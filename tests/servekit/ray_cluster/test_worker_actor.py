@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from servekit.protocol.placement_job import PlacementJob
-from servekit.ray_cluster.worker_actor import WorkerActor
+from servekit.ray_cluster.worker_actor import PORTS, NodeShare, WorkerActor
 from tests.support import proc
 
 JOB = PlacementJob(
@@ -52,6 +53,24 @@ async def test_a_worker_that_cannot_serve_says_why() -> None:
     actor = WorkerActor(replace(JOB, key="short"), "node")
     code, last_line = await actor.run()
     assert code == 2 and "the key has 5 bytes, and must have 32 to 4096" in last_line
+
+
+async def test_the_share_of_one_node_is_told_which_one_it_is_and_where_the_ranks_meet() -> None:
+    actor = WorkerActor(replace(JOB, num_ranks=4, num_nodes=2), "node")
+    port = await actor.free_port("127.0.0.1")
+    assert port in PORTS
+    with socket.create_server(("127.0.0.1", port)):
+        assert await actor.free_port("127.0.0.1") != port
+    running = asyncio.create_task(actor.run(NodeShare(1, "10.0.0.7", port)))
+    async with asyncio.timeout(ENOUGH_S):
+        while not actor.last_line:  # noqa: ASYNC110  # until it tries to join
+            await asyncio.sleep(0.05)
+        assert actor.process is not None
+        command = " ".join(proc.read(actor.process.pid, "cmdline").split("\0"))
+        await actor.leave()
+        code, _ = await running
+    assert f"--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr 10.0.0.7 --master-port {port}" in command
+    assert code == 0
 
 
 def test_a_worker_ends_with_the_process_of_its_actor(tmp_path: Path) -> None:

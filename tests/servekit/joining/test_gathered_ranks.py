@@ -1,0 +1,210 @@
+"""Tests of ranks that join one by one: they are one worker when all have come, and each loss is the loss of all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from servekit.config import ServeConfig
+from servekit.errors import WorkerLost
+from servekit.executor.model_executor import ModelExecutor
+from servekit.joining.listener import WorkerListener
+from servekit.protocol.handshake import HandshakeFailed, Offer
+from servekit.protocol.messages import (
+    Leaving,
+    LoadModel,
+    RankInfo,
+    Shutdown,
+    StepAcknowledged,
+    StepResult,
+    WorkerReady,
+)
+from tests.servekit.executor.conftest import PLAN
+from tests.servekit.joining.clients import (
+    ENOUGH_S,
+    LOAD,
+    OFFER,
+    READY,
+    RecordingHandler,
+    StandInWorker,
+    connect,
+    listening,
+    shake_hands,
+)
+
+RENDEZVOUS = "tcp://10.0.0.1:29500"
+
+
+def make_handler() -> RecordingHandler:
+    handler = RecordingHandler()
+    handler.load = replace(LOAD, tensor_parallel_size=2)
+    return handler
+
+
+def offer_of(rank: int, rendezvous: str = RENDEZVOUS) -> Offer:
+    return replace(OFFER, host=f"gpu-{rank}", rendezvous=rendezvous, rank=rank, num_ranks=2)
+
+
+async def join(listener: WorkerListener, rank: int, rendezvous: str = RENDEZVOUS) -> StandInWorker:
+    stream = await connect(listener.address)
+    return StandInWorker(stream, await shake_hands(stream, offer=offer_of(rank, rendezvous)))
+
+
+async def loaded(worker: StandInWorker) -> LoadModel:
+    message = await worker.receive()
+    assert isinstance(message, LoadModel)
+    return message
+
+
+def ready_of(rank: int) -> WorkerReady:
+    return replace(READY, ranks=(RankInfo("cpu", str(rank)),))
+
+
+async def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    async with asyncio.timeout(ENOUGH_S):
+        while text not in caplog.text:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0.01)
+
+
+async def serve_group(handler: RecordingHandler, ranks: list[StandInWorker], executor: ModelExecutor) -> None:
+    """Let the ranks load the model, and give their group to the executor."""
+    for rank, worker in enumerate(ranks):
+        assert (await loaded(worker)).rank == rank
+        worker.send(ready_of(rank))
+    executor.adopt(await handler.next_worker())
+
+
+async def test_ranks_of_two_machines_are_one_worker_when_both_have_joined() -> None:
+    handler = make_handler()
+    async with listening(handler) as listener:
+        last = await join(listener, 1)
+        await join(listener, 1, "tcp://10.0.0.2:29500")  # of another group, which stays incomplete
+        first = await join(listener, 0)
+        messages = [await loaded(first), await loaded(last)]
+        assert [message.rank for message in messages] == [0, 1]
+        assert messages[0].rendezvous == messages[1].rendezvous
+        assert messages[0].rendezvous.startswith(f"{RENDEZVOUS}/")
+        for rank, worker in enumerate((first, last)):
+            worker.send(ready_of(rank))
+        joined = await handler.next_worker()
+        assert joined.offer.host == "gpu-0 and gpu-1"
+        assert joined.ready.ranks == (RankInfo("cpu", "0", "gpu-0"), RankInfo("cpu", "1", "gpu-1"))
+
+        executor = ModelExecutor(ServeConfig(), lambda: None)
+        executor.adopt(joined)
+        executor.send(PLAN)
+        assert await first.receive() == await last.receive() == PLAN
+        result = StepResult(0, 0, (7,), 0.0)
+        first.send(result)
+        last.send(StepAcknowledged.of(result))
+        assert await executor.receive() == result
+        await executor.stop(graceful=False)
+        assert handler.joined.empty() and handler.refusals == []
+
+
+async def test_each_group_has_a_name_of_its_own_in_the_store() -> None:
+    """A rank that is left of an earlier group at the same address meets nobody there."""
+    handler = make_handler()
+    async with listening(handler) as listener:
+        names = []
+        for _ in range(2):
+            first, last = await join(listener, 0), await join(listener, 1)
+            names.append((await loaded(first)).rendezvous)
+            await first.stream.end()
+            await last.wait_ended()
+        assert names[0] != names[1]
+
+
+async def test_the_loss_of_one_rank_is_the_loss_of_the_worker_and_ends_all_connections() -> None:
+    handler, losses = make_handler(), list[int]()
+    async with listening(handler) as listener:
+        ranks = [await join(listener, rank) for rank in range(2)]
+        executor = ModelExecutor(ServeConfig(), lambda: losses.append(1))
+        await serve_group(handler, ranks, executor)
+        executor.send(PLAN)
+        assert await ranks[1].receive() == PLAN
+        await ranks[1].stream.end()
+        with pytest.raises(WorkerLost, match="rank 1 of 2: the model worker closed the connection"):
+            await executor.receive()
+        assert losses == [1], "reported once"
+        await executor.stop()
+        await ranks[0].wait_ended()
+
+
+async def test_the_worker_leaves_when_one_rank_wants_to() -> None:
+    handler, leaving = make_handler(), list[int]()
+    async with listening(handler) as listener:
+        ranks = [await join(listener, rank) for rank in range(2)]
+        executor = ModelExecutor(ServeConfig(), lambda: None, on_leaving=lambda: leaving.append(1))
+        await serve_group(handler, ranks, executor)
+        assert not executor.is_leaving
+        for rank in ranks:
+            rank.send(Leaving())
+        async with asyncio.timeout(ENOUGH_S):
+            while not leaving:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert executor.is_leaving
+        executor.mark_left()
+        assert [await rank.receive() for rank in ranks] == [Shutdown(), Shutdown()]
+        assert leaving == [1]
+        await executor.stop()
+
+
+async def test_a_rank_that_ends_before_the_others_come_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    handler = make_handler()
+    async with listening(handler) as listener:
+        gone = await join(listener, 0)
+        await wait_for_log(caplog, "the model is loaded when rank 1 has come")
+        await gone.stream.end()
+        await wait_for_log(caplog, "has gone, while it waited for other ranks")
+        last = await join(listener, 1)
+        await wait_for_log(caplog, "the model is loaded when rank 0 has come")
+        first = await join(listener, 0)
+        assert (await loaded(last)).rank == 1 and (await loaded(first)).rank == 0
+
+
+async def test_a_second_rank_of_the_same_number_takes_the_place_of_the_first_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handler = make_handler()
+    async with listening(handler) as listener:
+        older, newer = await join(listener, 1), await join(listener, 1)
+        await older.wait_ended()
+        first = await join(listener, 0)
+        assert (await loaded(newer)).rank == 1 and (await loaded(first)).rank == 0
+    assert "takes the place of" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 3), (1, 1), (2, 2)])
+async def test_ranks_that_are_not_as_many_as_the_servers_are_refused(rank: int, num_ranks: int) -> None:
+    handler = make_handler()
+    async with listening(handler) as listener:
+        offer = replace(offer_of(rank), num_ranks=num_ranks)
+        with pytest.raises(HandshakeFailed, match=f"rank {rank} of {num_ranks} .* among 2 ranks") as refused:
+            await shake_hands(await connect(listener.address), offer=offer)
+        assert refused.value.is_permanent and handler.refusals == ["other_size"]
+
+
+async def test_the_end_of_the_listener_closes_the_connections_of_ranks_that_wait() -> None:
+    handler = make_handler()
+    async with listening(handler) as listener:
+        waiting = await join(listener, 0)
+        await listener.stop()
+        await waiting.wait_ended()
+
+
+async def test_ranks_with_different_models_are_no_worker_and_the_log_says_how_they_differ(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handler = make_handler()
+    async with listening(handler) as listener:
+        ranks = [await join(listener, rank) for rank in range(2)]
+        ranks[0].send(ready_of(0))
+        ranks[1].send(replace(ready_of(1), model=replace(READY.model, fingerprint="e" * 64)))
+        for rank in ranks:
+            await rank.wait_ended()
+        assert handler.joined.empty() and handler.refusals == ["load_failed"]
+    assert "rank 1 of the model worker answered WorkerReady" in caplog.text and "its fingerprint is" in caplog.text
