@@ -309,8 +309,14 @@ def _offer(settings: AgentSettings) -> Offer:
     offer = Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid())
     if (ranks := settings.node_of_ranks) is None:
         return offer
-    rank, num_ranks = ranks.rank(settings.local_rank), ranks.num_ranks
-    return replace(offer, rendezvous=str(ranks.rendezvous), rank=rank, num_ranks=num_ranks)
+    devices = settings.device.split(",")  # one for each rank, or the first one
+    return replace(
+        offer,
+        device=devices[settings.local_rank % len(devices)],
+        rendezvous=str(ranks.rendezvous),
+        rank=ranks.rank(settings.local_rank),
+        num_ranks=ranks.num_ranks,
+    )
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:
