@@ -456,23 +456,33 @@ def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, i
                 )
             if need > memory[device]:
                 raise ConfigError(
-                    f"{where}: the model {spec.id!r} takes {need} bytes on {device} (memory_bytes), and [memory] gives "
-                    f"{memory[device]}; give more, or use a smaller model"
+                    f"{where}: the model {spec.id!r} takes {need} bytes on {device} ({_source([spec])}), and "
+                    f"[memory] gives {memory[device]}; give more, or use a smaller model"
                 )
             if spec.entry.is_kept:
                 kept[device] += need
     for device, need in kept.items():
+        on_device = [spec for spec in specs if spec.entry.is_kept and device in spec.memory]
         if need > memory[device]:
             raise ConfigError(
-                f"{where}: the models with keep = 'always' take {need} bytes on {device}, and [memory] gives "
-                f"{memory[device]}; give more, or set keep = 'on_demand' for some"
+                f"{where}: the models with keep = 'always' take {need} bytes on {device} ({_source(on_device)}), and "
+                f"[memory] gives {memory[device]}; give more, or set keep = 'on_demand' for some"
             )
         for spec in specs:
             if not spec.entry.is_kept and spec.memory.get(device, 0) > memory[device] - need:
                 raise ConfigError(
                     f"{where}: the model {spec.id!r} takes {spec.memory[device]} bytes on {device}, and the models "
-                    f"with keep = 'always' leave {memory[device] - need} of {memory[device]}; it could never be loaded"
+                    f"with keep = 'always' leave {memory[device] - need} of {memory[device]} "
+                    f"({_source([*on_device, spec])}); it could never be loaded"
                 )
+
+
+def _source(specs: Sequence[ModelSpec]) -> str:
+    """Return where the memory of models is known from, for an error message."""
+    estimated = [spec.id for spec in specs if spec.entry.memory_bytes is None]
+    if not estimated:
+        return "memory_bytes"
+    return "estimated" + (f" for {_list(estimated)}" if len(specs) > 1 else "") + "; memory_bytes states it"
 
 
 def _list(names: Any) -> str:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from servekit.config import CPU_KV_CACHE_BYTES, ServeConfig
@@ -26,20 +24,12 @@ from servekit.models.model_file import (
     make_spec,
     parse_model_file,
 )
+from servekit.models.weight_memory import NUMBER_BYTES, weight_bytes
 from servekit.protocol.prediction import PredictorKind
 from servekit.remote.api_keys import check_api_key
 from servekit.simulation.model import is_simulated
 
 PROCESS_BYTES = 400_000_000  # of a worker without a model: Python, torch and transformers
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class _Config(Struct):
-    """The parts of config.json that say how numbers are stored."""
-
-    dtype: str | None = None
-    torch_dtype: str | None = None
-
 
 # NAME=MODEL. A simulated model has a colon before its first equals sign, as in sim:step=5ms.
 _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(.+)")
@@ -89,22 +79,12 @@ def estimated_bytes(config: ServeConfig) -> int | None:
     except ConfigError:  # loading the model reports it
         return None
     cache_bytes = config.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else 0)
-    num_weight_bytes = sum(file.stat().st_size for file in [*path.glob("*.safetensors"), *path.glob("*.gguf")])
+    number_bytes = NUMBER_BYTES.get("float32" if config.dtype == "auto" and on_cpu else config.dtype)
+    num_weight_bytes = weight_bytes(path, number_bytes, config.quantization, config.quantization_group_size)
     if not num_weight_bytes or is_simulated(config.model) or (kind == GENERATE and not cache_bytes):
         return None
-    if config.dtype == "float32" or (config.dtype == "auto" and on_cpu):
-        num_weight_bytes *= 4 // _stored_number_bytes(path)
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     return PROCESS_BYTES + num_weight_bytes // num_ranks + (cache_bytes if kind == GENERATE else 0)
-
-
-def _stored_number_bytes(path: Path) -> int:
-    """The bytes of one number in a checkpoint's files, as its config.json has it; 4 if that says nothing."""
-    try:
-        content = msgspec.json.decode((path / "config.json").read_bytes(), type=_Config)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return 4
-    return NUMBER_BYTES.get(content.dtype or content.torch_dtype or "", 4)
 
 
 def with_kinds(file: ModelFile, where: str) -> ModelFile:
