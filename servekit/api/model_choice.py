@@ -27,7 +27,7 @@ from servekit.engine.interface import (
     predicts,
 )
 from servekit.engine.model_kind import GENERATE
-from servekit.engine.model_names import MAX_NAME_SHOWN, listed
+from servekit.engine.model_names import ANY_MODEL, MAX_NAME_SHOWN, listed
 from servekit.errors import InvalidRequest, WorkerNotReady
 from servekit.inference import INFER
 from servekit.protocol.prediction import PredictorKind
@@ -65,32 +65,39 @@ async def engine_for(
     another kind, ClientDisconnect, and what `wait_for_use` raises.
     """
     field, adapter_name = adapter
+    adapted = None
     if adapter_name is not None:
-        name = _name_with_adapter(request, name, field, adapter_name)
+        adapted, name = _find_adapter(request, name, field, adapter_name), adapter_name
     begin = None if conversation is None else lambda: _beginning(conversation)
-    engine = await _use(request, name, GENERATE, begin)
+    engine = await _use(request, name, GENERATE, begin, adapted)
     assert generates(engine)
     return engine
 
 
-def _name_with_adapter(request: Request, name: str | None, field: str, adapter: str) -> str:
-    """Return the name of a model with an adapter. Raises InvalidRequest or ModelNotFound."""
+def _find_adapter(request: Request, name: str | None, field: str, adapter: str) -> AdaptedModel:
+    """Return a model with an adapter: the model that the request names, if it names one.
+
+    Raises InvalidRequest or ModelNotFound.
+    """
     models, caller = models_of(request), caller_of(request)
     served = models.served(caller)
-    if find_adapted(served, adapter) is None:
+    anywhere = find_adapted(served, adapter)
+    if anywhere is None:
         known = listed(name for each in served for name in each.adapter_paths)
         has = f"this server has {known}" if known else "it has no adapters"
         raise InvalidRequest(
             f"{field}: the server has no adapter {adapter[:MAX_NAME_SHOWN]!r}; {has} (docs/lora.md)", param=field
         )
-    found = models.find(adapter, caller)
-    parent = found.parent if isinstance(found, AdaptedModel) else found
-    if name is not None and name != adapter and models.find(name, caller).name != parent.name:
+    if name is None or name in ANY_MODEL or name == adapter:
+        return anywhere
+    found = find_adapted([models.find(name, caller)], adapter)
+    if found is None:
         raise InvalidRequest(
-            f"{field}: {adapter!r} is an adapter of the model {parent.name!r}, and the request names {name[:100]!r}",
+            f"{field}: {adapter!r} is an adapter of the model {anywhere.parent.name!r}, and the request names "
+            f"{name[:MAX_NAME_SHOWN]!r}",
             param=field,
         )
-    return adapter
+    return found
 
 
 async def predictor_for(request: Request, name: str | None, kind: PredictorKind) -> PredictingEngine:
@@ -115,10 +122,14 @@ async def classifier_for(request: Request, name: str | None) -> PredictingEngine
 
 
 async def _use(
-    request: Request, name: str | None, kind: str, conversation: Callable[[], bytes] | None = None
+    request: Request,
+    name: str | None,
+    kind: str,
+    conversation: Callable[[], bytes] | None = None,
+    adapted: AdaptedModel | None = None,
 ) -> Engine:
     models, caller = models_of(request), caller_of(request)
-    model = models.find(name, caller, conversation, kind)
+    model = models.find(name, caller, conversation, kind) if adapted is None else adapted
     if model.kind != kind:
         raise _wrong_kind(model, kind, models.served(caller))
     note_copy(request, name, kind)

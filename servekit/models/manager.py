@@ -342,9 +342,12 @@ class ModelManager:
         mirror_percent: float = 100.0,
     ) -> None:
         split = Split(weights, sticky, mirror, mirror_percent)
-        taken = {*(each.id for each in self._file.models), *self._file.aliases}
-        if alias in taken:
-            raise InvalidRequest(f"{alias!r} is the name of a model; choose another name for the alias")
+        taken = {*(each.id for each in self._file.models), *self._file.aliases, *ANY_MODEL}
+        if alias in taken or any(alias in each.adapter_paths for each in self.models):
+            raise InvalidRequest(
+                f"{alias[:MAX_NAME_SHOWN]!r} is the name of a model or an adapter, or stands for any model; choose "
+                "another name for the alias"
+            )
         try:
             where = f"the alias {alias[:MAX_NAME_SHOWN]!r}"
             kinds = {each.id: each.kind for each in self._file.models}

@@ -12,6 +12,7 @@ from servekit.config import CPU_KV_CACHE_BYTES, ServeConfig
 from servekit.engine.adapter_registry import adapters_at_start
 from servekit.engine.model_files import find_model
 from servekit.engine.model_kind import GENERATE, choose_kind
+from servekit.engine.model_names import ANY_MODEL
 from servekit.engine.predictor_engine import check_settings
 from servekit.errors import ConfigError
 from servekit.executor.placement import auto_device
@@ -93,10 +94,27 @@ def with_kinds(file: ModelFile, where: str) -> ModelFile:
     Raises ConfigError for a setting that a model of the kind cannot have, and for an alias of models of several kinds.
     """
     models = [_with_kind(spec, where) for spec in file.models]
+    _check_names(models, file, where)
     kinds = {spec.id: spec.kind for spec in models}
     for alias, split in file.splits.items():
         check_kinds(f"{where}: the alias {alias!r}", split, kinds)
     return replace(file, models=models)
+
+
+def _check_names(models: Sequence[ModelSpec], file: ModelFile, where: str) -> None:
+    """Raise ConfigError for a name that stands for two things: models, aliases, adapters, and any model."""
+    taken = {**{spec.id: "a model" for spec in models}, **dict.fromkeys((*file.aliases, *file.splits), "an alias")}
+    for name, what in taken.items():
+        if name in ANY_MODEL:
+            raise ConfigError(f"{where}: {name!r} cannot be the name of {what}, because it stands for any model")
+    for spec in models:
+        for name in adapters_at_start(spec.config):
+            if name in taken:
+                raise ConfigError(
+                    f"{where}: the model {spec.id!r}: the adapter {name!r} (lora) has the name of {taken[name]}; names "
+                    "must differ"
+                )
+            taken[name] = f"an adapter of {spec.id!r}"
 
 
 def _with_kind(spec: ModelSpec, where: str) -> ModelSpec:

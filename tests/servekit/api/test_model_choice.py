@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from servekit.api import model_choice
 from servekit.api.mirroring import Copy, keep_body
+from servekit.engine.adapted_model import AdaptedModel
 from servekit.engine.caller import ANONYMOUS
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, WorkerNotReady
@@ -86,3 +87,43 @@ async def test_request_is_copied_by_the_name_and_the_kind_that_its_route_knows(m
     assert asked == ([("alias", ANONYMOUS, GENERATE)] if mirrors else [])
     assert state.get("mirrored") == (Copy("new", "/api/chat", b"{}") if mirrors else None)
     assert "body_to_copy" not in state
+
+
+class WithAdapters:
+    """A loaded model with the adapter `sql`."""
+
+    kind = GENERATE
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.adapter_paths = {"sql": f"/{name}/sql"}
+
+
+@pytest.mark.parametrize(("named", "path"), [("first", "/first/sql"), ("second", "/second/sql"), (None, "/first/sql")])
+async def test_adapter_is_that_of_the_model_which_the_request_names(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, path: str
+) -> None:
+    served = {name: WithAdapters(name) for name in ("first", "second")}
+    served["sql"] = WithAdapters("sql")  # a model with the adapter's name
+    models = SimpleNamespace(
+        has_choice=False, find=lambda name, *_: served[name], served=lambda _: list(served.values()), mirrored=dict
+    )
+    used: list[AdaptedModel] = []
+    use = SimpleNamespace(engine=SimpleNamespace(kind=GENERATE))
+    monkeypatch.setattr(AdaptedModel, "begin_use", lambda self: used.append(self) or use)
+    state: dict[str, Any] = {"caller": ANONYMOUS}
+    request = Request({"type": "http", "app": SimpleNamespace(state=SimpleNamespace(models=models)), "state": state})
+    await model_choice.engine_for(request, named, adapter=("adapter_id", "sql"))
+    assert [each.path for each in used] == [path]
+
+
+async def test_adapter_of_another_model_than_the_request_names_is_refused() -> None:
+    served = {name: WithAdapters(name) for name in ("first", "second")}
+    served["second"].adapter_paths = {}
+    models = SimpleNamespace(find=lambda name, *_: served[name], served=lambda _: list(served.values()))
+    state: dict[str, Any] = {"caller": ANONYMOUS}
+    request = Request({"type": "http", "app": SimpleNamespace(state=SimpleNamespace(models=models)), "state": state})
+    with pytest.raises(
+        InvalidRequest, match="'sql' is an adapter of the model 'first', and the request names 'second'"
+    ):
+        await model_choice.engine_for(request, "second", adapter=("adapter_id", "sql"))

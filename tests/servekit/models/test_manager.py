@@ -544,3 +544,39 @@ def test_setting_that_a_kind_cannot_have_is_refused_with_the_models_name() -> No
         parsed(KINDS.replace('kind = "embed"\n', 'kind = "embed"\nquantization = "int4"\n', 1))
     with pytest.raises(ConfigError, match="kind"):
         parsed(KINDS.replace('kind = "embed"', 'kind = "embedding"'))
+
+
+ADAPTERS = """
+[[model]]
+id = "base"
+aliases = ["other-name"]
+model = "sim:instant"
+keep = "on_demand"
+lora = "sql=/sql,law=/law"
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('id = "second"\nmodel = "demo"\nlora = "law=/x"', "'second': the adapter 'law' .* of an adapter of 'base'"),
+        ('id = "second"\nmodel = "demo"\nlora = "base=/x"', "'second': the adapter 'base' .* has the name of a model"),
+        ('id = "second"\nmodel = "demo"\nlora = "other-name=/x"', "the adapter 'other-name' .* of an alias"),
+        ('id = "law"\nmodel = "demo"', "'base': the adapter 'law' .* has the name of a model"),
+        ('id = "dummy"\nmodel = "demo"', "'dummy' cannot be the name of a model, because it stands for any model"),
+        ('id = "x"\naliases = ["tgi"]\nmodel = "demo"', "'tgi' cannot be the name of an alias"),
+        ('id = "x"\nmodel = "demo"\n[[alias]]\nname = "sql"\nmodels = { x = 1 }', "adapter 'sql' .* of an alias"),
+    ],
+)
+def test_each_name_stands_for_one_model_alias_or_adapter(more: str, message: str) -> None:
+    parsed(ADAPTERS)
+    with pytest.raises(ConfigError, match=message):
+        parsed(ADAPTERS + "[[model]]\n" + more)
+
+
+@pytest.mark.parametrize("name", ["sql", "base", "other-name", "dummy"])
+def test_alias_that_an_operator_makes_hides_no_other_name(name: str) -> None:
+    manager = ModelManager(CONFIG, parsed(ADAPTERS))
+    with pytest.raises(InvalidRequest, match="choose another name"):
+        manager.divide(name, {"base": 1.0}, "key")
+    manager.divide("free", {"base": 1.0}, "key")
