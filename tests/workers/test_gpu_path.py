@@ -44,7 +44,7 @@ def test_whole_steps_with_triton_and_graphs_give_the_tokens_of_generate(
     triton_attention = gpu_backends.TritonAttention(PlainPages(torch.float32))
     monkeypatch.setattr(model_runner, "choose_attention", lambda *_: triton_attention)
     loaded = ModelManager("cpu").load(tmp_path, "float32", None)
-    assert isinstance(loaded.decoder, FusedDecoder) and loaded.decoder._cpu_decoder is None
+    assert isinstance(loaded.decoder, FusedDecoder) and loaded.decoder.cpu_decoder is None
     engine = InProcessEngine(loaded, num_blocks=12, block_size=16, max_num_seqs=3, max_num_batched_tokens=24)
     engine.runner.capture_decodes(capture)
     monkeypatch.setattr(mixed_graphs, "NUM_TOKENS", (6, 24))

@@ -11,6 +11,7 @@ from typing import Any
 MAX_HEAD_DIM = 512  # as in kernels.h: a thread keeps one head on its stack
 PAGE_FORMATS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}  # by the format's name, the numbers in kernels.h
 STRIP = 32  # as in kernels.h: outputs are multiplied in strips of as many
+MAX_CONTINUED_TOKENS = 32  # as in kernels.h: there is memory for so many tokens of a step of a continuation
 LORA_RUN_ROWS = 16  # as in kernels.h: so many rows with one adapter are multiplied together
 
 _pointer: Any = ctypes.c_void_p
@@ -157,6 +158,52 @@ class CLoraStep(ctypes.Structure):
     )
 
 
+class CLanguageModel(ctypes.Structure):
+    """A whole model with its pages, and memory for intermediate results: `language_model`."""
+
+    _fields_ = (
+        ("layers", _pointer),
+        ("pages", _pointer),
+        ("num_layers", _int64),
+        ("hidden_size", _int64),
+        ("head_dim", _int64),
+        ("embeddings", _pointer),
+        ("num_embeddings", _int64),
+        ("frequencies", _pointer),
+        ("last_norm", _pointer),
+        ("head", _pointer),
+        ("num_choices", _int64),
+        ("largest_weight", _int64),
+        ("states", _pointer),
+        ("cosines", _pointer),
+        ("sines", _pointer),
+        ("logits", _pointer),
+        ("block_table", _pointer),
+        ("workspace", _pointer),
+        ("gemm_workspace", _pointer),
+        ("rotation_scale", _float),
+        ("last_norm_epsilon", _float),
+    )
+
+
+class CSlotTable(ctypes.Structure):
+    """The tokens and blocks of all slots: `slot_table`."""
+
+    _fields_ = (
+        ("token_ids", _pointer),
+        ("block_tables", _pointer),
+        ("row_length", _int64),
+        ("width", _int64),
+        ("block_size", _int64),
+    )
+
+
+class CTokenSpan(ctypes.Structure):
+    """Positions of a slot's sequence, and how many tokens to choose after them: `token_span`."""
+
+    _fields_ = (("slot", _int64), ("start", _int64), ("stop", _int64), ("num_drafts", _int64))
+
+
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     # pages, metadata; queries, keys and values, each with its stride; output
     "store_and_attend": (None, [_pointer] * 2 + [_pointer, _int64] * 3 + [_pointer]),
@@ -181,6 +228,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "add_lora": (None, [_pointer] * 4),
     # layers, pages; num_layers; metadata, adapters, cosines, sines, x, workspace, gemm_workspace
     "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 7),
+    # model, table, spans; num_spans; drafts; drafts_width
+    "continue_greedily": (None, [_pointer] * 3 + [_int64, _pointer, _int64]),
     "use_all_threads": (None, []),
 }
 

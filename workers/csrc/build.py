@@ -30,7 +30,10 @@ from workers.csrc.prebuilt import find_prebuilt, processor_features
 log = logging.getLogger("servekit.worker")
 
 FOLDER = Path(__file__).parent
-SOURCES = ("paged_attention.c", "layers.c", "skinny_gemm.c", "quantized_gemm.c", "lora.c", "decoder.c", "team.c")
+SOURCES = (
+    *("paged_attention.c", "layers.c", "skinny_gemm.c", "quantized_gemm.c", "lora.c", "decoder.c", "continuation.c"),
+    "team.c",
+)
 HEADERS = ("kernels.h", "kv_codes.h", "vectors.h", "products.h", "strips.h", "team.h", "tiles.h")
 LANES = 16  # numbers in a vector, as in vectors.h: sizes are multiples of it, or padded to one
 COMPILERS = ("cc", "gcc", "clang")

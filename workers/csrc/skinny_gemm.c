@@ -27,19 +27,19 @@ enum { TILE = 16 };
 #include <stddef.h>
 
 enum { LINE = 64 / sizeof(scalar), UNIT = 4 / sizeof(scalar) }; /* the scalars of a cache line, and of a unit */
-/* From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
-enum { MAX_ROWS_BY_VECTORS = 8, MAX_ROWS_BY_TILES = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
+/* The sums of GROUP rows stay in registers. More rows are multiplied a group at a time, while a strip is in the cache:
+   it is read from memory once. From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
+enum { GROUP = 14, MAX_ROWS_IN_TWO_CHAINS = 4, MAX_ROWS = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
 
 typedef uint32_t unit __attribute__((may_alias)); /* in bfloat16 two scalars, the first one in the lower half */
 
-static int64_t max_rows = 0; /* set by skinny_gemm_max_rows */
+static int has_tiles = 0; /* set by skinny_gemm_max_rows */
 
 int64_t skinny_gemm_max_rows(void) {
-    max_rows = MAX_ROWS_BY_VECTORS;
 #ifdef HAS_TILES
-    if (may_use_tiles()) max_rows = MAX_ROWS_BY_TILES;
+    has_tiles = may_use_tiles();
 #endif
-    return max_rows;
+    return MAX_ROWS;
 }
 
 static inline int64_t num_blocks(int64_t num_outputs, int64_t width) { return (num_outputs + width - 1) / width; }
@@ -63,7 +63,9 @@ int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t n
 
 /* -- one strip ---------------------------------------------------------------------------------------------------- */
 
-static inline void add_unit(floats *sums, const scalar *weights, unit inputs) {
+#define UNROLLED _Pragma("GCC unroll 16")
+
+static inline __attribute__((always_inline)) void add_unit(floats *sums, const scalar *weights, unit inputs) {
 #ifdef BFLOAT16
     const __m512bh both = (__m512bh)_mm512_set1_epi32((int)inputs);
     for (int half = 0; half < 2; half++)
@@ -81,29 +83,46 @@ static inline void add_unit(floats *sums, const scalar *weights, unit inputs) {
 static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, const int num_rows, const scalar *x,
                                                                    const scalar *weights, int64_t stride,
                                                                    const scalar *next, int64_t num_inputs) {
-    /* Two chains of sums while registers last, because each sum waits for the one before it. */
-    floats even[num_rows][2], odd[num_rows][2];
+    /* Two chains of sums while registers last, because each sum waits for the one before it. No pointer selects the
+       chain, and every loop over rows is unrolled: otherwise compilers keep the sums in memory. */
+    const int has_two_chains = num_rows <= MAX_ROWS_IN_TWO_CHAINS;
+    floats even[GROUP][2], odd[GROUP][2];
     memset(even, 0, sizeof even);
     memset(odd, 0, sizeof odd);
-    floats(*second)[2] = num_rows <= 4 ? odd : even;
     const unit *units = (const unit *)x;
     const int64_t num_units = num_inputs / UNIT;
     for (int64_t u = 0; u < num_units; u += 2, weights += 2 * stride, next += 4 * LINE) {
-        for (int line = 0; line < 4; line++) prefetch(next + line * LINE);
-        for (int r = 0; r < num_rows; r++) add_unit(even[r], weights, units[r * num_units + u]);
-        for (int r = 0; r < num_rows; r++) add_unit(second[r], weights + stride, units[r * num_units + u + 1]);
+        UNROLLED for (int line = 0; line < 4; line++) prefetch(next + line * LINE);
+        UNROLLED for (int r = 0; r < num_rows; r++) add_unit(even[r], weights, units[r * num_units + u]);
+        UNROLLED for (int r = 0; r < num_rows; r++) {
+            const unit inputs = units[r * num_units + u + 1];
+            if (has_two_chains) add_unit(odd[r], weights + stride, inputs);
+            else add_unit(even[r], weights + stride, inputs);
+        }
     }
-    for (int r = 0; r < num_rows; r++)
-        for (int half = 0; half < 2; half++)
+    UNROLLED for (int r = 0; r < num_rows; r++)
+        UNROLLED for (int half = 0; half < 2; half++)
             *(floats *)(sums + r * STRIP + half * LANES) = even[r][half] + odd[r][half];
 }
 
 #define STRIP_OF(num_rows) \
     case num_rows: strip_by_vectors(sums, num_rows, x, weights, stride, next, num_inputs); break;
 
+static void strip_of_group(float *sums, int64_t num_rows, const scalar *x, const scalar *weights, int64_t stride,
+                           const scalar *next, int64_t num_inputs) {
+    switch (num_rows) { STRIP_OF(1) STRIP_OF(2) STRIP_OF(3) STRIP_OF(4) STRIP_OF(5) STRIP_OF(6) STRIP_OF(7) STRIP_OF(8)
+                       STRIP_OF(9) STRIP_OF(10) STRIP_OF(11) STRIP_OF(12) STRIP_OF(13) STRIP_OF(14) }
+}
+
 static void strip_of_rows_by_vectors(float *sums, int64_t num_rows, const scalar *x, const scalar *weights,
                                      int64_t stride, const scalar *next, int64_t num_inputs) {
-    switch (num_rows) { STRIP_OF(1) STRIP_OF(2) STRIP_OF(3) STRIP_OF(4) STRIP_OF(5) STRIP_OF(6) STRIP_OF(7) STRIP_OF(8) }
+    /* Groups of nearly equal size: a group of one row takes longer than its share, because its sums wait for each other. */
+    for (int64_t num_left = num_rows, num_groups = (num_rows + GROUP - 1) / GROUP; num_groups; num_groups--) {
+        const int64_t size = (num_left + num_groups - 1) / num_groups;
+        strip_of_group(sums, size, x, weights, stride, next, num_inputs);
+        num_left -= size, sums += size * STRIP, x += size * num_inputs;
+        next = weights; /* what is in the cache already: the first group has prefetched the next strip */
+    }
 }
 
 #ifdef HAS_TILES
@@ -145,9 +164,9 @@ static inline __attribute__((always_inline)) void strip_by_tiles(float *sums, co
 
 static void multiply_strips_of_thread(const packed_weight *packed, const scalar *x, const scalar *residual,
                                       scalar *output, int64_t num_rows) {
-    float sums[MAX_ROWS_BY_TILES * STRIP];
+    float sums[MAX_ROWS * STRIP];
     const prepared_weight *weight = &packed->base;
-    const int by_tiles = num_rows >= MIN_ROWS_FOR_TILES && max_rows > MAX_ROWS_BY_VECTORS;
+    const int by_tiles = has_tiles && num_rows >= MIN_ROWS_FOR_TILES;
     const int64_t num_inputs = weight->num_inputs, width = packed->block_width, stride = UNIT * width;
     const int64_t strips_per_block = width / STRIP;
     const strip_range strips = strips_of_thread(weight);

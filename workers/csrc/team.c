@@ -30,6 +30,7 @@ typedef struct {
     int64_t retry_ns, pause_ns;     /* when to try one more thread, and the next pause */
     int is_lifted;                  /* whether all threads compute until the next region */
     int is_trying;                  /* whether the newest thread has not been there for a whole window */
+    int paused_threads;             /* OpenMP's number of threads before pause_team; 0: it is not paused */
 } team_state;
 
 static _Thread_local team_state team; /* of the thread that begins regions */
@@ -50,6 +51,7 @@ static void resize(int size) {
 }
 
 int64_t begin_region(void) {
+    if (team.paused_threads) return 0;
     const int64_t now = now_ns();
     if (team.is_lifted && omp_get_max_threads() == team.full) omp_set_num_threads(team.size);
     team.is_lifted = 0;
@@ -69,13 +71,23 @@ void use_all_threads(void) {
     team.is_lifted = 1;
 }
 
+void pause_team(void) {
+    team.paused_threads = omp_get_max_threads();
+    omp_set_num_threads(1);
+}
+
+void resume_team(void) {
+    omp_set_num_threads(team.paused_threads);
+    team.paused_threads = 0;
+}
+
 void end_work(void) {
     const int thread = omp_get_thread_num();
     if (thread < MAX_THREADS) work_ends[thread].ns = now_ns();
 }
 
 void end_region(int64_t began_ns) {
-    if (team.size < 2 || team.size > MAX_THREADS) return;
+    if (team.paused_threads || team.size < 2 || team.size > MAX_THREADS) return;
     const int64_t now = now_ns();
     int64_t first_end = now;
     for (int thread = 0; thread < team.size; thread++)

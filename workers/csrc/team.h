@@ -15,4 +15,11 @@ void end_work(void);
 /* Call this after the region. */
 void end_region(int64_t began_ns);
 
+/* To wake a thread takes longer than to multiply by a weight of fewer numbers. */
+enum { MIN_WEIGHT_FOR_THREADS = 1 << 19 };
+
+/* From pause_team to resume_team, the calling thread computes alone, and nothing is measured. */
+void pause_team(void);
+void resume_team(void);
+
 #endif

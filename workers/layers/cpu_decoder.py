@@ -16,6 +16,7 @@ from torch import Tensor
 from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
 from workers.csrc.bindings import CDecoderLayer, CLayerPages
+from workers.kv_cache.pages import KVCache
 from workers.layers.cpu_weight import CpuWeight, SideBySideCpuWeight
 from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import SideBySideWeight, Weight
@@ -76,21 +77,30 @@ class CpuDecoder:
     def __init__(self, layers: list[LayerParts], weights: list[CpuWeights]) -> None:
         """Make the structs that C reads. `weights` are those of `layers`."""
         in_order = [weight for layer in weights for weight in layer]
-        self._max_tokens = min(weight.max_rows for weight in in_order)
+        self.max_tokens = min(weight.max_rows for weight in in_order)
         self._decode_layers = in_order[0].library.decode_layers
         self.use_all_threads = in_order[0].library.use_all_threads  # before a step that it does not decode
         for weight, next_weight in pairwise(in_order):
             weight.prefetch_next(next_weight)
         self._layers, self._weights = layers, weights  # keep the tensors alive, because C has only addresses
-        self._structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
+        self.structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
         self._attention_sizes = [output.num_inputs for _, output, _, _ in weights]  # num_heads * value_dim, by layer
-        self._workspace_per_token = max(map(_workspace_per_token, weights))
-        self._gemm_workspace_bytes = max(weight.workspace_bytes for weight in in_order)  # for each token
+        self.workspace_per_token = max(map(_workspace_per_token, weights))
+        self.gemm_workspace_bytes = max(weight.workspace_bytes for weight in in_order)  # for each token
+        self.largest_weight = max(weight.num_inputs * weight.num_outputs for weight in in_order)
 
     def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
         """Return whether a step of so many tokens can take this path."""
         is_masked = adapters is not None and adapters.mask is not None
-        return 0 < num_tokens <= self._max_tokens and isinstance(paged.backend, CpuAttention) and not is_masked
+        return 0 < num_tokens <= self.max_tokens and isinstance(paged.backend, CpuAttention) and not is_masked
+
+    def pages(self, backend: CpuAttention, cache: KVCache) -> ctypes.Array[CLayerPages]:
+        """Return the pages of all layers as C reads them. They point to the cache's tensors."""
+        pages = (CLayerPages * len(self._layers))()
+        for index, layer in enumerate(self._layers):
+            num_heads = self._attention_sizes[index] // cache.layers[index].value_dim
+            pages[index] = backend.layer_pages(cache, index, num_heads, layer.attention)
+        return pages
 
     def decode(
         self,
@@ -107,18 +117,15 @@ class CpuDecoder:
         backend, (cosines, sines) = paged.backend, rotation
         assert isinstance(backend, CpuAttention)
         assert x.is_contiguous() and cosines.is_contiguous() and sines.is_contiguous()
-        pages = (CLayerPages * len(self._layers))()
-        for index, layer in enumerate(self._layers):
-            num_heads = self._attention_sizes[index] // paged.cache.layers[index].value_dim
-            pages[index] = backend.layer_pages(paged.cache, index, num_heads, layer.attention)
-        workspace = x.new_empty(len(x) * self._workspace_per_token)
-        gemm_workspace = torch.empty(len(x) * self._gemm_workspace_bytes, dtype=torch.uint8)
+        pages = self.pages(backend, paged.cache)
+        workspace = x.new_empty(len(x) * self.workspace_per_token)
+        gemm_workspace = torch.empty(len(x) * self.gemm_workspace_bytes, dtype=torch.uint8)
         bounds = {0, len(self._layers)}.union(() if tap is None else tap.layers)
         for first, stop in pairwise(sorted(bounds)):
             if tap is not None:
                 tap.keep(first, x.clone())
             self._decode_layers(
-                ctypes.byref(self._structs, first * ctypes.sizeof(CDecoderLayer)),
+                ctypes.byref(self.structs, first * ctypes.sizeof(CDecoderLayer)),
                 ctypes.byref(pages, first * ctypes.sizeof(CLayerPages)),
                 stop - first,
                 ctypes.byref(paged.prepared),

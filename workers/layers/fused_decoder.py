@@ -132,13 +132,13 @@ class FusedDecoder(nn.Module):
         self.tap: LayerTap | None = None
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._ops = ops
-        self._last_norm = _norm_of(decoder.norm) if stage is None or stage.is_last else None
+        self.last_norm = _norm_of(decoder.norm) if stage is None or stage.is_last else None  # None: a later stage has it
         self._layers, self._stage, self._lora = [], stage, lora
         first = 0 if stage is None else stage.layers_of(len(decoder.layers)).start
         for index, layer_params in enumerate(params, start=first):
             self._layers.append(FusedLayer(decoder.layers[index], layer_params, ops, method, group, lora))
             decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
-        self._cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
+        self.cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, *, paged: PagedStep, **_: Any
@@ -159,11 +159,11 @@ class FusedDecoder(nn.Module):
         # With few tokens, leaving some out of the last layer saves nothing, so logits_indices is not used here.
         tap = self.tap
         adapters = None if self._lora is None else self._lora.step
-        if self._cpu_decoder is not None and self._cpu_decoder.can_decode(len(x), paged, adapters):
-            self._cpu_decoder.decode(x, rotation, paged, tap, adapters)
+        if self.cpu_decoder is not None and self.cpu_decoder.can_decode(len(x), paged, adapters):
+            self.cpu_decoder.decode(x, rotation, paged, tap, adapters)
             return self._output(x)
-        if self._cpu_decoder is not None:
-            self._cpu_decoder.use_all_threads()
+        if self.cpu_decoder is not None:
+            self.cpu_decoder.use_all_threads()
         is_last_stage = self._stage is None or self._stage.is_last
         *layers, last = self._layers
         for index, layer in enumerate(layers):
@@ -187,11 +187,11 @@ class FusedDecoder(nn.Module):
         return self._output(hidden_states)
 
     def _output(self, x: Tensor) -> Tensor:
-        if self._last_norm is None:
+        if self.last_norm is None:
             assert self._stage is not None
             self._stage.send_on(x)
             return x
-        return self._ops.norm(x, *self._last_norm)
+        return self._ops.norm(x, *self.last_norm)
 
 
 def _row_parallel(part: Weight, group: RankGroup | None) -> Weight:

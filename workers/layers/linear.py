@@ -146,10 +146,10 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         if isinstance(linear, nn.Linear):  # some routers of experts ask for its dtype
             self.weight = torch.empty_like(linear.weight, device="meta")
-        self._weight = prepare(method, linear)
+        self.prepared = prepare(method, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._weight.multiply(x)
+        return self.prepared.multiply(x)
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -36,6 +36,7 @@ from workers.kv_cache.pages import KVCache, bytes_per_block
 from workers.layers.fused_decoder import FusedDecoder
 from workers.layers.linear import can_pack
 from workers.loading.model_manager import LoadedModel, ModelManager, multiplies_bfloat16
+from workers.speculation.continuation import GreedyContinuation, make_continuation
 from workers.speculation.drafter import Drafter, DraftRequest, Target
 
 log = logging.getLogger("servekit.worker")
@@ -208,6 +209,9 @@ class DraftModelDrafter(Drafter):
         self._demand = 0
         self._is_asked = False  # whether the newest plan asked for drafts
         self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
+        self._continuation = make_continuation(
+            loaded.decoder, draft.head, draft.attention, self.cache, target.table, self._vocab_size
+        )
         self._dtype_of_states = torch.empty(0, dtype=loaded.dtype, device=loaded.device)  # for rotations
 
     def begin(self, plan: StepPlan) -> None:
@@ -287,7 +291,7 @@ class DraftModelDrafter(Drafter):
                 continue  # missing positions are computed when drafts are made
             num_left -= num_missed
             spans.append((slot, first, min(end, self._max_length)))
-        self._compute([span for span in spans if span[1] < span[2]])
+        self._compute_prompts([span for span in spans if span[1] < span[2]])
 
     def prepare(self, requests: list[DraftRequest]) -> None:
         """Compute the positions that sequences lack, except the last ones, which are computed with the drafts."""
@@ -299,7 +303,7 @@ class DraftModelDrafter(Drafter):
             if request.num_tokens - start > MAX_LACKING and 0 <= start < stop and self._num_drafts(request):
                 num_left -= stop - start
                 spans.append((request.slot, start, stop))
-        self._compute(spans)
+        self._compute_prompts(spans)
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         wanted = [self._num_drafts(request) for request in requests]
@@ -319,7 +323,7 @@ class DraftModelDrafter(Drafter):
         # Sequences that want more drafts come first: each step computes the first rows of the one before.
         order = sorted(range(len(spans)), key=lambda place: -drafting[place][0])
         spans, drafting = [spans[place] for place in order], [drafting[place] for place in order]
-        tokens = self._continue(self._compute(spans), spans, [number for number, _ in drafting])
+        tokens = self._drafts_after(spans, [number for number, _ in drafting])
         for row, (number, index) in enumerate(drafting):
             drafts[index] = tuple(tokens[row][:number])
             self._drafted[requests[index].slot] = (requests[index].num_tokens, drafts[index][:-1])
@@ -334,20 +338,43 @@ class DraftModelDrafter(Drafter):
         room = min(int(table.num_blocks[request.slot]) * table.block_size, self._max_length)
         return max(0, min(request.max_drafts, room - request.num_tokens + 1))
 
-    def _compute(self, spans: list[tuple[int, int, int]]) -> Tensor | None:
-        """Compute positions [start, stop) of slots; return the likeliest token [num_spans] after each."""
+    def _drafts_after(self, spans: list[tuple[int, int, int]], numbers: list[int]) -> list[list[int]]:
+        """Compute spans, and return `numbers` drafts for each of them, the largest number first."""
+        if (continuation := self._in_one_call(spans)) is None:
+            return self._continue(self._compute(spans), spans, numbers)
+        self._note_computed(spans)
+        return continuation.run([(*span, number) for span, number in zip(spans, numbers, strict=True)])
+
+    def _in_one_call(self, spans: list[tuple[int, int, int]]) -> GreedyContinuation | None:
+        """Return what computes these spans in one call; None if they are too long, or nothing does."""
+        continuation = self._continuation
+        num_tokens = sum(stop - start for _, start, stop in spans)
+        return None if continuation is None or num_tokens > continuation.max_tokens else continuation
+
+    def _compute_prompts(self, spans: list[tuple[int, int, int]]) -> None:
+        """Compute positions [start, stop) of slots, after which no draft is wanted."""
         if not spans:
-            return None
-        chunks = tuple(ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans)
-        batch = make_batch(StepPlan(0, 0, (), chunks), self._table)
+            return
+        if (continuation := self._in_one_call(spans)) is None:
+            self._compute(spans)
+            return
+        self._note_computed(spans)
+        continuation.run([(*span, 0) for span in spans])
+
+    def _note_computed(self, spans: list[tuple[int, int, int]]) -> None:
         for slot, _, stop in spans:
             self._set_computed(slot, stop)
             self._drafted.pop(slot, None)
+
+    def _compute(self, spans: list[tuple[int, int, int]]) -> Tensor:
+        """Compute positions [start, stop) of slots; return the likeliest token [num_spans] after each."""
+        chunks = tuple(ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans)
+        batch = make_batch(StepPlan(0, 0, (), chunks), self._table)
+        self._note_computed(spans)
         return self._likeliest(batch.input_ids, batch.position_ids, batch.attention, batch.logits_indices)
 
-    def _continue(self, first: Tensor | None, spans: list[tuple[int, int, int]], numbers: list[int]) -> list[list[int]]:
+    def _continue(self, first: Tensor, spans: list[tuple[int, int, int]], numbers: list[int]) -> list[list[int]]:
         """Return `numbers` drafts for each span, the largest number first. `first` is the first draft of each."""
-        assert first is not None
         num_steps = numbers[0] - 1
         drafts = [first]
         if num_steps > 0:

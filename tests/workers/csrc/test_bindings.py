@@ -25,6 +25,9 @@ STRUCTS = {
     "lora_weight": bindings.CLoraWeight,
     "lora_run": bindings.CLoraRun,
     "lora_step": bindings.CLoraStep,
+    "language_model": bindings.CLanguageModel,
+    "slot_table": bindings.CSlotTable,
+    "token_span": bindings.CTokenSpan,
 }
 HEADER = (build.FOLDER / "kernels.h").read_text()
 
@@ -61,6 +64,7 @@ def test_every_function_of_the_header_has_a_prototype_with_as_many_arguments() -
         ("MAX_HEAD_DIM", bindings.MAX_HEAD_DIM),
         ("STRIP", bindings.STRIP),
         ("LORA_RUN_ROWS", bindings.LORA_RUN_ROWS),
+        ("MAX_CONTINUED_TOKENS", bindings.MAX_CONTINUED_TOKENS),
     ],
 )
 def test_constants_are_those_of_the_headers(name: str, number: int) -> None:

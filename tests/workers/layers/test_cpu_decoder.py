@@ -61,4 +61,4 @@ def test_one_call_for_all_layers_computes_what_the_layers_compute(
 def test_layers_that_onednn_multiplies_have_no_cpu_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, *ARCHITECTURES["llama"])
     monkeypatch.setattr(SkinnyGemm, "make_weight", lambda self, weight, bias: PackedWeight(weight, bias))
-    assert ModelManager("cpu").load(tmp_path, "float32", None).decoder._cpu_decoder is None
+    assert ModelManager("cpu").load(tmp_path, "float32", None).decoder.cpu_decoder is None

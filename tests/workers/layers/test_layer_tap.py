@@ -74,7 +74,7 @@ def test_a_tap_divides_the_call_for_all_layers(tmp_path: Path, monkeypatch: pyte
     decode = CpuDecoder.decode
     monkeypatch.setattr(CpuDecoder, "decode", lambda self, x, *rest: (calls.append(len(x)), decode(self, x, *rest)))
     loaded = ModelManager("cpu").load(tmp_path, "bfloat16", None)
-    if loaded.decoder._cpu_decoder is None:  # type: ignore[union-attr]
+    if loaded.decoder.cpu_decoder is None:  # type: ignore[union-attr]
         pytest.skip("on this processor, oneDNN has a layout that the C code cannot read")
     in_one_call = observed(loaded, (1, 3), max_num_batched_tokens=8).float()
     assert calls == [8, 8, 4]

@@ -57,7 +57,7 @@ def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         library = c_library.__wrapped__("bfloat16")
     if library is None:
         pytest.skip("the compiler does not know AMX")
-    assert SkinnyGemm(library).max_rows == 8
+    assert SkinnyGemm(library).max_rows == 32
     yield SkinnyGemm(library)
 
 

@@ -242,7 +242,7 @@ def test_one_call_for_all_layers_adds_the_adapters_too(
     loaded = load(directory, dtype, quantization=quantization, max_loras=8, max_lora_rank=16)
     assert loaded.lora is not None
     checked = [LoraAdapter(each.number, each.path, loaded.lora.load(each)[0]) for each in adapters]
-    decoder = loaded.decoder._cpu_decoder
+    decoder = loaded.decoder.cpu_decoder
     if decoder is None:
         pytest.skip("this processor does not run all layers in one call")
     calls = []
@@ -263,7 +263,7 @@ def test_one_call_for_all_layers_adds_the_adapters_too(
 
     together = answers()
     assert calls == [8]
-    loaded.decoder._cpu_decoder = None
+    loaded.decoder.cpu_decoder = None
     apart = answers()
     tolerance = 0.02 if quantization else 0.3
     for one, other in zip(together, apart, strict=True):
