@@ -132,7 +132,9 @@ class FusedDecoder(nn.Module):
         self.tap: LayerTap | None = None
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._ops = ops
-        self.last_norm = _norm_of(decoder.norm) if stage is None or stage.is_last else None  # None: a later stage has it
+        self.last_norm = (
+            _norm_of(decoder.norm) if stage is None or stage.is_last else None
+        )  # None: a later stage has it
         self._layers, self._stage, self._lora = [], stage, lora
         first = 0 if stage is None else stage.layers_of(len(decoder.layers)).start
         for index, layer_params in enumerate(params, start=first):

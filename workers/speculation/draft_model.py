@@ -36,7 +36,7 @@ from workers.kv_cache.pages import KVCache, bytes_per_block
 from workers.layers.fused_decoder import FusedDecoder
 from workers.layers.linear import can_pack
 from workers.loading.model_manager import LoadedModel, ModelManager, multiplies_bfloat16
-from workers.speculation.continuation import GreedyContinuation, make_continuation
+from workers.speculation.continuation import make_continuation
 from workers.speculation.drafter import Drafter, DraftRequest, Target
 
 log = logging.getLogger("servekit.worker")
@@ -265,7 +265,11 @@ class DraftModelDrafter(Drafter):
         """
         block_size, before = self.cache.block_size, self._num_computed[slot]
         self._num_computed[slot] = num_computed
-        numbers = np.arange(min(before, num_computed) // block_size, -(-max(before, num_computed) // block_size))
+        first, stop = min(before, num_computed) // block_size, -(-max(before, num_computed) // block_size)
+        if stop - first == 1:  # as in most steps; numpy takes longer for a few numbers
+            self._num_filled[self._table.block_tables[slot, first]] = num_computed - first * block_size
+            return
+        numbers = np.arange(first, stop)
         block_ids = self._table.block_tables[slot, numbers]
         self._num_filled[block_ids] = np.clip(num_computed - numbers * block_size, 0, block_size)
 
@@ -291,7 +295,7 @@ class DraftModelDrafter(Drafter):
                 continue  # missing positions are computed when drafts are made
             num_left -= num_missed
             spans.append((slot, first, min(end, self._max_length)))
-        self._compute_prompts([span for span in spans if span[1] < span[2]])
+        self._compute([span for span in spans if span[1] < span[2]])
 
     def prepare(self, requests: list[DraftRequest]) -> None:
         """Compute the positions that sequences lack, except the last ones, which are computed with the drafts."""
@@ -303,7 +307,7 @@ class DraftModelDrafter(Drafter):
             if request.num_tokens - start > MAX_LACKING and 0 <= start < stop and self._num_drafts(request):
                 num_left -= stop - start
                 spans.append((request.slot, start, stop))
-        self._compute_prompts(spans)
+        self._compute(spans)
 
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         wanted = [self._num_drafts(request) for request in requests]
@@ -323,9 +327,9 @@ class DraftModelDrafter(Drafter):
         # Sequences that want more drafts come first: each step computes the first rows of the one before.
         order = sorted(range(len(spans)), key=lambda place: -drafting[place][0])
         spans, drafting = [spans[place] for place in order], [drafting[place] for place in order]
-        tokens = self._drafts_after(spans, [number for number, _ in drafting])
-        for row, (number, index) in enumerate(drafting):
-            drafts[index] = tuple(tokens[row][:number])
+        tokens = self._compute(spans, [number for number, _ in drafting])
+        for row, (_, index) in enumerate(drafting):
+            drafts[index] = tuple(tokens[row])
             self._drafted[requests[index].slot] = (requests[index].num_tokens, drafts[index][:-1])
         return drafts
 
@@ -338,39 +342,24 @@ class DraftModelDrafter(Drafter):
         room = min(int(table.num_blocks[request.slot]) * table.block_size, self._max_length)
         return max(0, min(request.max_drafts, room - request.num_tokens + 1))
 
-    def _drafts_after(self, spans: list[tuple[int, int, int]], numbers: list[int]) -> list[list[int]]:
-        """Compute spans, and return `numbers` drafts for each of them, the largest number first."""
-        if (continuation := self._in_one_call(spans)) is None:
-            return self._continue(self._compute(spans), spans, numbers)
-        self._note_computed(spans)
-        return continuation.run([(*span, number) for span, number in zip(spans, numbers, strict=True)])
-
-    def _in_one_call(self, spans: list[tuple[int, int, int]]) -> GreedyContinuation | None:
-        """Return what computes these spans in one call; None if they are too long, or nothing does."""
-        continuation = self._continuation
-        num_tokens = sum(stop - start for _, start, stop in spans)
-        return None if continuation is None or num_tokens > continuation.max_tokens else continuation
-
-    def _compute_prompts(self, spans: list[tuple[int, int, int]]) -> None:
-        """Compute positions [start, stop) of slots, after which no draft is wanted."""
+    def _compute(self, spans: list[tuple[int, int, int]], numbers: list[int] | None = None) -> list[list[int]]:
+        """Compute positions [start, stop) of slots; return so many drafts after each, the largest number first."""
         if not spans:
-            return
-        if (continuation := self._in_one_call(spans)) is None:
-            self._compute(spans)
-            return
-        self._note_computed(spans)
-        continuation.run([(*span, 0) for span in spans])
-
-    def _note_computed(self, spans: list[tuple[int, int, int]]) -> None:
+            return []
         for slot, _, stop in spans:
             self._set_computed(slot, stop)
             self._drafted.pop(slot, None)
+        continuation, num_tokens = self._continuation, sum(stop - start for _, start, stop in spans)
+        if continuation is not None and num_tokens <= continuation.max_tokens:
+            wanted = [0] * len(spans) if numbers is None else numbers
+            return continuation.run([(*span, number) for span, number in zip(spans, wanted, strict=True)])
+        first = self._first_drafts(spans)
+        return [] if numbers is None else self._continue(first, spans, numbers)
 
-    def _compute(self, spans: list[tuple[int, int, int]]) -> Tensor:
-        """Compute positions [start, stop) of slots; return the likeliest token [num_spans] after each."""
+    def _first_drafts(self, spans: list[tuple[int, int, int]]) -> Tensor:
+        """Compute spans; return the likeliest token [num_spans] after each."""
         chunks = tuple(ScheduledChunk(slot, start, stop - start, (), (), samples=True) for slot, start, stop in spans)
         batch = make_batch(StepPlan(0, 0, (), chunks), self._table)
-        self._note_computed(spans)
         return self._likeliest(batch.input_ids, batch.position_ids, batch.attention, batch.logits_indices)
 
     def _continue(self, first: Tensor, spans: list[tuple[int, int, int]], numbers: list[int]) -> list[list[int]]:
@@ -387,7 +376,7 @@ class DraftModelDrafter(Drafter):
                 drafts.append(self._likeliest(drafts[-1][:num_rows], positions, attention, None, rotation))
         num_rows = len(spans)
         columns = [draft.tolist() + [-1] * (num_rows - len(draft)) for draft in drafts]
-        return [list(row) for row in zip(*columns, strict=True)]
+        return [list(row[:number]) for row, number in zip(zip(*columns, strict=True), numbers, strict=True)]
 
     def _lay_out_steps(self, spans: list[tuple[int, int, int]], num_steps: int) -> _Steps:
         """Lay out steps of one token for each span, from its end on, all at once: one copy to the device."""

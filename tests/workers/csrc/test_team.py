@@ -49,6 +49,7 @@ class Team:
     def __init__(self, library: Path) -> None:
         code = ctypes.CDLL(str(library))
         self._run, self.use_all_threads = code.run_region, code.use_all_threads
+        self.pause, self.resume = code.pause_team, code.resume_team
 
     def sizes(self, num_regions: int, late_us: int) -> list[int]:
         """Run regions; return how many threads each one had."""
@@ -106,3 +107,14 @@ def test_work_without_regions_has_all_threads_and_the_team_stays_small(team: Tea
     team.use_all_threads()
     torch.set_num_threads(2)  # others set another number meanwhile
     assert team.sizes(1, late_us=0) == [2]
+
+
+def test_while_it_is_paused_one_thread_computes_and_nothing_is_learned(team: Team) -> None:
+    torch.set_num_threads(3)
+    assert team.sizes(1, late_us=0) == [3]
+    for _ in range(100):
+        team.pause()
+        assert team.sizes(1, late_us=1000) == [1]
+        team.resume()
+    assert team.sizes(1, late_us=0) == [3] and torch.get_num_threads() == 3
+    assert 1 in team.sizes(100, late_us=1000), "it goes on to learn"

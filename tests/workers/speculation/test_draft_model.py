@@ -10,7 +10,6 @@ from statistics import median
 from tempfile import mkdtemp
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from servekit.errors import ConfigError
@@ -140,12 +139,12 @@ def test_a_drafter_makes_up_for_steps_without_drafts(bound: int, monkeypatch: py
     drafter = engine.runner.drafter
     compute, propose, largest, is_proposing = drafter._compute, drafter.propose, 0, False
 
-    def watched(spans: list[tuple[int, int, int]]) -> torch.Tensor | None:
+    def watched(spans: list[tuple[int, int, int]], numbers: list[int] | None = None) -> list[list[int]]:
         nonlocal largest
         sizes = [stop - start for _, start, stop in spans]
         largest = max(largest, sum(sizes))
         assert not is_proposing or max(sizes) <= draft_model.MAX_LACKING, "this is no time of drafts"
-        return compute(spans)
+        return compute(spans, numbers)
 
     def proposing(requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         nonlocal is_proposing
@@ -175,9 +174,9 @@ def test_short_prompts_are_left_out_while_no_drafts_are_wanted_and_made_up_for(m
     drafter = engine.runner.drafter
     compute, computed = drafter._compute, []
 
-    def watched(spans: list[tuple[int, int, int]]) -> torch.Tensor | None:
+    def watched(spans: list[tuple[int, int, int]], numbers: list[int] | None = None) -> list[list[int]]:
         computed.extend(stop - start for _, start, stop in spans)
-        return compute(spans)
+        return compute(spans, numbers)
 
     drafter._compute = watched
     prompt = make_prompts(VOCAB_SIZE)[5]
@@ -211,10 +210,10 @@ def test_drafts_that_are_only_tried_make_no_prompt_wanted() -> None:
         step_id = plan.step_id
         begin(plan)
 
-    def watched(spans: list[tuple[int, int, int]]) -> torch.Tensor | None:
+    def watched(spans: list[tuple[int, int, int]], numbers: list[int] | None = None) -> list[list[int]]:
         if spans:
             computed.add(step_id % 30)
-        return compute(spans)
+        return compute(spans, numbers)
 
     drafter.begin, drafter._compute = beginning, watched
     for prompt in make_prompts(VOCAB_SIZE)[:4]:
