@@ -27,6 +27,7 @@ _METASPACE = "▁"
 
 Result = TypeVar("Result")
 
+SHORT_TEXT = 2**9  # characters of one text that is encoded on the event loop; to change threads takes longer
 LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
 MAX_LONG_WAITING = 16  # long texts of one tenant; `check_queue` refuses more
 CLOSE_TIMEOUT_S = 1.0  # for threads to end; only a text of megabytes takes longer
@@ -50,7 +51,9 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class Tokenizer:
-    """The tokenizer of one model. It encodes in threads; the Rust library releases the interpreter lock.
+    """The tokenizer of one model. It encodes in threads, except single short texts.
+
+    The Rust library releases the interpreter lock.
 
     It does not release it while it makes a list of token ids: a million takes ten milliseconds, during which the event
     loop waits. So callers say how many they accept.
@@ -73,6 +76,7 @@ class Tokenizer:
         # A long text takes seconds. So that it does not delay short ones, they have threads of their own. And a tenant
         # has one long text encoded at a time, so that a thread is left for another tenant. Trade-off: a tenant alone
         # uses one of these threads, and without API keys all clients are one tenant.
+        self._is_closed = False
         self._threads = RoundRobinExecutor("tokenizer", num_threads=2, max_submitted=8, max_per_tenant=7)
         self._threads_for_long = RoundRobinExecutor("tokenizer-long", num_threads=2, max_submitted=2, max_per_tenant=1)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)  # bounded by the vocabulary
@@ -87,6 +91,8 @@ class Tokenizer:
         Raises TooManyTokens for a text with more than `max_tokens`.
         """
         arguments = texts, add_special_tokens, max_tokens
+        if len(texts) == 1 and len(texts[0]) <= SHORT_TEXT and not self._is_closed:
+            return self.encode_blocking(*arguments)
         return await self._in_thread(tenant, sum(map(len, texts)), lambda: self.encode_blocking(*arguments))
 
     def encode_blocking(
@@ -177,6 +183,7 @@ class Tokenizer:
         return lambda token_id: (self.token_bytes_with_special if token_id in visible else self.token_bytes)(token_id)
 
     def close(self) -> None:
+        self._is_closed = True
         self._threads.shutdown()
         self._threads_for_long.shutdown()
 

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from servekit.engine.detokenizer import Detokenizer
-from servekit.engine.tokenizer import LONG_TEXT, MAX_LONG_WAITING, Tokenizer, load_tokenizer
+from servekit.engine.tokenizer import LONG_TEXT, MAX_LONG_WAITING, SHORT_TEXT, Tokenizer, load_tokenizer
 from servekit.errors import ConfigError, QueueFull, WorkerNotReady
 
 TEXT = ["hello world", "grüße aus Köln", "日本語 テスト", "naïve café 🦊🦊", "the cat sat on the mat"] * 3
@@ -153,6 +154,25 @@ async def test_encoding_in_threads_keeps_the_order(tmp_path: Path) -> None:
     texts = [random.Random(i).choice(TEXT) * (i % 5) for i in range(50)]
     assert [decode(tokenizer, token_ids) for token_ids in await tokenizer.encode("", texts)] == texts
     tokenizer.close()
+
+
+async def test_only_one_short_text_is_encoded_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    encode, threads = tokenizer.encode_blocking, list[bool]()
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(*arguments)
+
+    monkeypatch.setattr(tokenizer, "encode_blocking", watched)
+    short, longer = "a" * SHORT_TEXT, "a" * (SHORT_TEXT + 1)
+    for texts in ([short], [longer], ["a", "b"]):
+        assert [decode(tokenizer, token_ids) for token_ids in await tokenizer.encode("", texts)] == texts
+    assert threads == [True, False, False]
+    tokenizer.close()
+    with pytest.raises(WorkerNotReady):
+        await tokenizer.encode("", [short])
 
 
 class GatedEncoder:
