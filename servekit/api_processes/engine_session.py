@@ -292,7 +292,7 @@ class EngineSession:
         adapters = self._engine.adapters
         assert adapters is not None, "an API process knows whether the model takes adapters"
         try:
-            use = await adapters.wait_for_use(question.name)
+            use = await adapters.wait_for_use(question.name, question.tenant)
         except BaseException:
             self._adapter_uses.pop(question.use, None)
             raise

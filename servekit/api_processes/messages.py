@@ -367,6 +367,7 @@ class UseAdapter(Question[LoraAdapter], frozen=True, tag=True, kw_only=True):
 
     use: int  # numbered by the API process
     name: str
+    tenant: str  # who waits for the place
 
 
 class LoadAdapter(Question[None], frozen=True, tag=True, kw_only=True):

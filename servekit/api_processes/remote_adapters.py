@@ -59,11 +59,12 @@ class RemoteAdapters:
         """Return None: only the engine process knows which adapters have places."""
         return None
 
-    async def wait_for_use(self, name: str) -> AdapterUse:
+    async def wait_for_use(self, name: str, tenant: str) -> AdapterUse:
         """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
         number = next(self._uses)
         release = partial(self._engine_process.send, ms.ReleaseAdapter(number))
-        question = ms.UseAdapter(question_id=self._engine_process.next_question_id(), use=number, name=name)
+        question_id = self._engine_process.next_question_id()
+        question = ms.UseAdapter(question_id=question_id, use=number, name=name, tenant=tenant)
         try:
             adapter = await self._engine_process.ask(question, LoraAdapter)
         except BaseException:  # the client has left, or the engine process is slow: it may give a place all the same

@@ -102,7 +102,7 @@ class AdaptedModel:
     async def wait_for_use(self, caller: Caller) -> ModelUse:
         use = await self.parent.wait_for_use(caller)
         try:
-            adapter = await _adapters_of(use).wait_for_use(self.name)
+            adapter = await _adapters_of(use).wait_for_use(self.name, caller.tenant)
         except BaseException:
             use.release()
             raise

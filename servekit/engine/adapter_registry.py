@@ -27,6 +27,7 @@ from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFul
 from servekit.observability.live_frames import MAX_ADAPTERS_SHOWN, LiveAdapters
 from servekit.observability.metrics import AdapterUsage
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
+from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
 
@@ -74,7 +75,7 @@ class AdapterRegistry:
         self.at_start = adapters_at_start(config)
         self.may_load = config.enable_lora
         self._max_loras, self._ask = config.max_loras, ask
-        self._max_waiting = config.max_num_queued_reqs
+        self._places = SharedBudget(config.max_num_queued_reqs)  # of requests that wait
         self._adapters: dict[str, LoraAdapter] = {}
         self._paths: dict[str, str] = {}  # paths of `_adapters`; requests look up names here
         self._num_uses: Counter[LoraAdapter] = Counter()  # only adapters with requests
@@ -169,16 +170,24 @@ class AdapterRegistry:
         may_enter = not self._is_overtaken_long() if is_in_use else not self._waiting and self._has_place(adapter)
         return self._use(adapter) if may_enter else None
 
-    async def wait_for_use(self, name: str) -> AdapterUse:
+    async def wait_for_use(self, name: str, tenant: str) -> AdapterUse:
         """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
         if (use := self.begin_use(name)) is not None:
             return use
-        if len(self._waiting) >= self._max_waiting:
+        places = self._places
+        if not places.has_room(tenant, 1):
             raise QueueFull(
-                f"{len(self._waiting)} requests wait for a place for their adapter, which is the limit "
-                "(max_num_queued_reqs). Please try again later.",
+                f"{places.total} requests wait for a place for their adapter{places.describe_share(tenant)}; the limit "
+                f"is {places.limit} (max_num_queued_reqs). Please try again later.",
                 retry_after_s=RETRY_AFTER_S,
             )
+        places.take(tenant, 1)
+        try:
+            return await self._wait_for_place(name)
+        finally:
+            places.release(tenant, 1)
+
+    async def _wait_for_place(self, name: str) -> AdapterUse:
         loop = asyncio.get_running_loop()
         place: asyncio.Future[AdapterUse] = loop.create_future()
         entry = WaitingRequest(self._find(name), place, loop.time())

@@ -150,7 +150,7 @@ class Adapters(Protocol):
     def begin_use(self, name: str) -> AdapterUse | None:
         """Use an adapter if it can be used at once. May raise ModelNotFound."""
 
-    async def wait_for_use(self, name: str) -> AdapterUse:
+    async def wait_for_use(self, name: str, tenant: str) -> AdapterUse:
         """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
 
 

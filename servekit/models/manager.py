@@ -90,6 +90,7 @@ class ManagedModel:
         self.is_removed = False  # whether it is no longer in the file
         self.failure: ServekitError | None = None  # why it could not be loaded, or why it ended
         self.waiting: list[asyncio.Future[ModelUse]] = []
+        self.places = SharedBudget(spec.config.max_num_queued_reqs)  # of requests that wait, operators' calls left out
         self.measured_bytes: int | None = None  # memory of one worker when the model was last loaded
         self._manager = manager
 
@@ -159,7 +160,7 @@ class ManagedModel:
         return ModelUse(self, self.engine, ())
 
     async def wait_for_use(self, caller: Caller) -> ModelUse:
-        return await self._manager.wait_for_use(self)
+        return await self._manager.wait_for_use(self, caller)
 
     def end_use(self, engine: ManagedEngine) -> None:
         """Note that a request does not use the model any more."""
@@ -318,7 +319,7 @@ class ModelManager:
     async def load_model(self, model_id: str) -> ManagedModel:
         model = self._by_id(model_id)
         self.residency.forget_failures(model_id)
-        use = model.begin_use() or await self.wait_for_use(model, is_operator=True)
+        use = model.begin_use() or await self.wait_for_use(model, None)
         use.release()
         return model
 
@@ -416,6 +417,7 @@ class ModelManager:
             if present.engine is not None and changes:
                 log.warning("the model %s: its changed settings apply when it is loaded next", spec.id)
             present.spec, present.is_removed = spec, False
+            present.places.limit = spec.config.max_num_queued_reqs
             self.residency.replace(ModelNeeds(spec.id, spec.memory, spec.entry.is_kept, measured))
         leaving = [name for name in self._models if name not in specs]
         self._models = {name: self._models[name] for name in (*specs, *leaving)}
@@ -490,17 +492,18 @@ class ModelManager:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    async def wait_for_use(self, model: ManagedModel, is_operator: bool = False) -> ModelUse:
+    async def wait_for_use(self, model: ManagedModel, caller: Caller | None) -> ModelUse:
         """Use a model as soon as it is loaded. Raises QueueFull, or WorkerNotReady if it cannot be loaded.
 
-        An operator who loads it waits for as long as that takes.
+        An operator who loads it (None) waits for as long as that takes.
         """
         if self._rejects_requests or self._is_stopping:
             raise shutting_down()
         residency, name, started_s = self.residency, model.name, self.now()
         self._check_backoff(model, started_s)
-        if not is_operator:
-            self._check_wait(model, started_s)
+        if caller is not None:
+            self._check_wait(model, caller, started_s)
+            model.places.take(caller.tenant, 1)
         is_first = model.load_state in (State.COLD, State.FAILED)
         residency.mark_requested(name, started_s)
         position = residency.position(name)
@@ -508,7 +511,9 @@ class ModelManager:
         model.waiting.append(future)
         self.look()
         try:
-            async with contextlib.nullcontext() if is_operator else pause_tolerant_timeout(self._file.max_load_wait_s):
+            async with (
+                contextlib.nullcontext() if caller is None else pause_tolerant_timeout(self._file.max_load_wait_s)
+            ):
                 use = await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -518,6 +523,8 @@ class ModelManager:
             model.loads.refused()
             raise self._too_long(model, self._file.max_load_wait_s) from None
         finally:
+            if caller is not None:
+                model.places.release(caller.tenant, 1)
             if future in model.waiting:
                 model.waiting.remove(future)
                 if not model.waiting and not model.spec.entry.is_kept:
@@ -533,15 +540,15 @@ class ModelManager:
         if model.failure is not None and self.residency.retry_s(model.name) > now_s:
             raise _unavailable(model, self.residency.retry_after_s(model.name, now_s))
 
-    def _check_wait(self, model: ManagedModel, now_s: float) -> None:
+    def _check_wait(self, model: ManagedModel, caller: Caller, now_s: float) -> None:
         """Refuse a request that would wait for too long, or with too many others."""
-        residency, max_wait_s = self.residency, self._file.max_load_wait_s
-        limit = model.spec.config.max_num_queued_reqs
-        if len(model.waiting) >= limit:
+        residency, max_wait_s, places = self.residency, self._file.max_load_wait_s, model.places
+        if not places.has_room(caller.tenant, 1):
             model.loads.refused()
             raise QueueFull(
-                f"{len(model.waiting)} requests wait until the model {model.name!r} is loaded; the limit is {limit} "
-                "(max_num_queued_reqs). Please try again later.",
+                f"{places.total} requests wait until the model {model.name!r} is loaded"
+                f"{places.describe_share(caller.tenant)}; the limit is {places.limit} (max_num_queued_reqs). Please "
+                "try again later.",
                 retry_after_s=self.residency.retry_after_s(model.name, now_s),
             )
         wait_s = residency.expected_wait_s(model.name, now_s)

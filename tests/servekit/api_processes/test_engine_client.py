@@ -64,6 +64,6 @@ async def test_what_the_engine_process_gives_too_late_is_given_back(monkeypatch:
     reserve, release = sent
     assert isinstance(reserve, ms.ReservePlaces) and release == ms.ReleaseRequest(reserve.request)
     with pytest.raises(InternalError, match="did not answer within"):
-        await RemoteAdapters(client).wait_for_use("sql")
+        await RemoteAdapters(client).wait_for_use("sql", "law")
     use, release = sent[2:]
-    assert isinstance(use, ms.UseAdapter) and release == ms.ReleaseAdapter(use.use)
+    assert isinstance(use, ms.UseAdapter) and use.tenant == "law" and release == ms.ReleaseAdapter(use.use)

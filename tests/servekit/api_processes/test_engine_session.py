@@ -347,18 +347,18 @@ async def test_places_of_adapters_are_counted_over_all_processes() -> None:
         assert here is not None and there is not None and registry is not None
         for name in ("a", "b"):
             await here.load(name, f"/{name}")
-        first = await here.wait_for_use("a")
-        second = asyncio.create_task(there.wait_for_use("b"))
+        first = await here.wait_for_use("a", "")
+        second = asyncio.create_task(there.wait_for_use("b", ""))
         await until(lambda: registry.usage().num_waiting == 1)
         first.release()
         first.release()
         assert (await second).adapter.name == "b"
-        leaving = asyncio.create_task(here.wait_for_use("a"))
+        leaving = asyncio.create_task(here.wait_for_use("a", ""))
         await until(lambda: registry.usage().num_waiting == 1)
         leaving.cancel()  # its client
         await until(lambda: registry.usage() == (2, 0, {"b": 1}, ()))
         with pytest.raises(ModelNotFound):
-            await here.wait_for_use("c")
+            await here.wait_for_use("c", "")
         assert not both.session._adapter_uses
         other.connection.close()
         await other.has_ended.wait()
@@ -369,7 +369,7 @@ async def test_a_request_has_its_adapter_in_the_engine() -> None:
     async with opened(enable_lora=True) as both:
         assert both.client.adapters is not None
         await both.client.adapters.load("a", "/a")
-        use = await both.client.adapters.wait_for_use("a")
+        use = await both.client.adapters.wait_for_use("a", "")
         await both.submit(adapter=use.adapter)
         await both.submit()
         assert [state.request.adapter for state in both.engine.states] == [use.adapter, None]

@@ -77,7 +77,7 @@ FROM_API_PROCESS: list[Struct] = [
         caller=Caller("tenant", "id", -1),
     ),
     ms.Submit(question_id=1, request=3, adapter=LoraAdapter(1, "/adapters/sql", "f", "sql")),
-    ms.UseAdapter(question_id=1, use=4, name="sql"),
+    ms.UseAdapter(question_id=1, use=4, name="sql", tenant="law"),
     ms.LoadAdapter(question_id=1, name="sql", path="/adapters/sql"),
     ms.UnloadAdapter(question_id=1, name="sql"),
     ms.AbortRequest(question_id=4, tenant="a", request_id="b"),

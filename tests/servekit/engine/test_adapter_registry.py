@@ -50,7 +50,7 @@ async def test_usage_says_which_adapters_have_requests() -> None:
     registry = await registry_of("a", "b", "c")
     assert registry.usage() == (3, 0, {}, ())
     uses = [registry.begin_use(name) for name in ("a", "b", "b")]
-    waiting = asyncio.create_task(registry.wait_for_use("c"))
+    waiting = asyncio.create_task(registry.wait_for_use("c", ""))
     await asyncio.sleep(0)
     await registry.unload("a")
     await registry.load("a", "/a")
@@ -111,7 +111,7 @@ async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too(monkeyp
     registry = await registry_of("a", "b", "c")
     uses = [registry.begin_use(name) for name in ("a", "b", "a")]
     assert all(uses) and registry.begin_use("c") is None
-    waiting = [asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "a")]
+    waiting = [asyncio.create_task(registry.wait_for_use(name, "")) for name in ("c", "a")]
     await asyncio.sleep(0)
     assert registry.begin_use("a") is None, "it would overtake those that wait"
     uses[0].release()
@@ -129,7 +129,7 @@ async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too(monkeyp
 async def test_a_request_for_an_adapter_in_use_goes_on_at_once_though_others_wait() -> None:
     registry = await registry_of("a", "b", "c", "d")
     uses = [registry.begin_use(name) for name in ("a", "b")]
-    waiting = [asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "d", "c")]
+    waiting = [asyncio.create_task(registry.wait_for_use(name, "")) for name in ("c", "d", "c")]
     await asyncio.sleep(0)
     assert registry.begin_use("a") is not None, "it needs no place"
     assert registry.begin_use("d") is None and not any(task.done() for task in waiting)
@@ -143,20 +143,41 @@ async def test_a_request_for_an_adapter_in_use_goes_on_at_once_though_others_wai
 async def test_no_more_requests_wait_for_a_place_than_may_be_queued() -> None:
     registry = await registry_of("a", "b", "c", max_num_queued_reqs=1)
     uses = [registry.begin_use(name) for name in ("a", "b")]
-    waiting = asyncio.create_task(registry.wait_for_use("c"))
+    waiting = asyncio.create_task(registry.wait_for_use("c", ""))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="max_num_queued_reqs"):
-        await registry.wait_for_use("c")
+        await registry.wait_for_use("c", "")
     assert uses[0] is not None
     uses[0].release()
     assert (await waiting).adapter.path == "/c"
+
+
+async def test_no_tenant_takes_all_places_of_those_that_wait() -> None:
+    registry = await registry_of("a", "b", "c", max_num_queued_reqs=4)
+    uses = [registry.begin_use(name) for name in ("a", "b")]
+    waiting = [asyncio.create_task(registry.wait_for_use("c", "greedy")) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match=r"2 requests wait .*, 2 of them for your API key.*the limit is 4"):
+        await registry.wait_for_use("c", "greedy")
+    waiting.append(asyncio.create_task(registry.wait_for_use("c", "other")))
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting) and uses[0] is not None
+    waiting[0].cancel()
+    uses[0].release()
+    assert [(await each).adapter.path for each in waiting[1:]] == ["/c"] * 2
+    assert registry.begin_use("a") is None
+    again = [asyncio.create_task(registry.wait_for_use("a", "greedy")) for _ in range(2)]  # all places were given back
+    await asyncio.sleep(0)
+    assert registry.usage().num_waiting == 2
+    for each in again:
+        each.cancel()
 
 
 async def test_a_request_that_leaves_the_queue_lets_those_behind_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
     registry = await registry_of("a", "b", "c")
     uses = [registry.begin_use(name) for name in ("a", "b")]
-    first, second = (asyncio.create_task(registry.wait_for_use(name)) for name in ("c", "a"))
+    first, second = (asyncio.create_task(registry.wait_for_use(name, "")) for name in ("c", "a"))
     await asyncio.sleep(0)
     first.cancel()
     use = await second
@@ -169,6 +190,6 @@ async def test_a_request_that_waits_too_long_is_told_to_come_again(monkeypatch: 
     registry = await registry_of("a", "b", "c")
     uses = [registry.begin_use(name) for name in ("a", "b")]
     with pytest.raises(QueueFull, match="--max-loras"):
-        await registry.wait_for_use("c")
+        await registry.wait_for_use("c", "")
     uses[0].release()
     assert registry.begin_use("c") is not None

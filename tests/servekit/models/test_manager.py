@@ -422,6 +422,28 @@ async def test_model_that_recovers_makes_a_server_unready_only_if_it_should_be_l
         await manager.stop()
 
 
+async def test_no_tenant_takes_all_places_of_those_that_wait_for_a_model(measuring: asyncio.Event) -> None:
+    manager = ModelManager(CONFIG, estimated(ESTIMATED + "max_num_queued_reqs = 4\n"))
+    model = manager.find("a", LAW)
+    try:
+        waiting = [asyncio.create_task(model.wait_for_use(SEARCH)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match=r"2 requests wait .*, 2 of them for your API key.*the limit is 4"):
+            await model.wait_for_use(SEARCH)
+        waiting.append(asyncio.create_task(model.wait_for_use(LAW)))
+        operators = asyncio.create_task(manager.load_model("a"))
+        await asyncio.sleep(0)
+        measuring.set()
+        for each in waiting:
+            (await each).release()
+        await operators
+        assert model.places.total == 0
+        manager.replace_file(estimated(ESTIMATED + "max_num_queued_reqs = 6\n"))
+        assert model.places.limit == 6
+    finally:
+        await manager.stop()
+
+
 async def test_new_file_adds_removes_and_renames_models(manager: ModelManager) -> None:
     first = manager.find("open", LAW)
     text = (
