@@ -362,14 +362,21 @@ class Models(Service, Protocol):
         self,
         alias: str,
         weights: Mapping[str, float],
-        sticky: Literal["key", "conversation"],
+        sticky: Literal["key", "conversation"] | None = None,
         mirror: str | None = None,
         mirror_percent: float = 100.0,
     ) -> None:
         """Let an alias divide requests among models, from the next request on. Raises InvalidRequest.
 
-        The model `mirror` gets copies of so many percent of the requests.
+        Without `sticky`, requests stay at their models by what they did before, or by key. The model `mirror` gets
+        copies of so many percent of the requests.
         """
+
+    def remove_alias(self, alias: str) -> None:
+        """Remove an alias that divides requests. Raises ModelNotFound or InvalidRequest."""
+
+    def sticky(self) -> Mapping[str, Literal["key", "conversation"]]:
+        """By what requests stay at their model, by alias."""
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
         """The weights of each model, by alias."""

@@ -89,12 +89,20 @@ class OneModel(ABC):
         self,
         alias: str,
         weights: Mapping[str, float],
-        sticky: Literal["key", "conversation"],
+        sticky: Literal["key", "conversation"] | None = None,
         mirror: str | None = None,
         mirror_percent: float = 100.0,
     ) -> None:
         """Refuse."""
         raise _has_one_model()
+
+    def remove_alias(self, alias: str) -> None:
+        """Refuse."""
+        raise _has_one_model()
+
+    def sticky(self) -> Mapping[str, Literal["key", "conversation"]]:
+        """Return no aliases."""
+        return {}
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
         """Return no aliases."""

@@ -338,10 +338,13 @@ class ModelManager:
         self,
         alias: str,
         weights: Mapping[str, float],
-        sticky: StickyBy,
+        sticky: StickyBy | None = None,
         mirror: str | None = None,
         mirror_percent: float = 100.0,
     ) -> None:
+        if sticky is None:
+            present = self._file.splits.get(alias)
+            sticky = "key" if present is None else present.sticky
         split = Split(weights, sticky, mirror, mirror_percent)
         taken = {*(each.id for each in self._file.models), *self._file.aliases, *ANY_MODEL}
         if alias in taken or any(alias in each.adapter_paths for each in self.models):
@@ -361,6 +364,21 @@ class ModelManager:
         log.info("the alias %s is divided: %s", alias, dict(weights))
         if mirror is not None:
             log.info("the alias %s: %g %% of its requests are copied to %s", alias, mirror_percent, mirror)
+
+    def remove_alias(self, alias: str) -> None:
+        splits = self._file.splits
+        if alias not in splits:
+            raise model_not_found(alias, splits)
+        if alias == self._file.default:
+            raise InvalidRequest(
+                f"{alias!r} gets the requests that name no model (default in the models file); divide it anew instead"
+            )
+        self._file = replace(self._file, splits={name: split for name, split in splits.items() if name != alias})
+        self._names = _names(self._file)
+        log.info("the alias %s is removed", alias)
+
+    def sticky(self) -> Mapping[str, StickyBy]:
+        return {alias: split.sticky for alias, split in self._file.splits.items()}
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
         return {alias: split.models for alias, split in self._file.splits.items()}
@@ -509,11 +527,12 @@ class ModelManager:
         position = residency.position(name)
         future: asyncio.Future[ModelUse] = asyncio.get_running_loop().create_future()
         model.waiting.append(future)
+        timeout: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        if caller is not None:
+            timeout = pause_tolerant_timeout(self._file.max_load_wait_s)
         self.look()
         try:
-            async with (
-                contextlib.nullcontext() if caller is None else pause_tolerant_timeout(self._file.max_load_wait_s)
-            ):
+            async with timeout:
                 use = await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:

@@ -1,4 +1,4 @@
-"""Operators load and unload models, and divide aliases: of servers with several models.
+"""Operators load and unload models, and divide and remove aliases: of servers with several models.
 
 Where API keys are needed, these routes need one with `admin = true`.
 """
@@ -18,7 +18,7 @@ from servekit.api.request_body import read_small_body
 from servekit.api.responses.generation import unless_disconnected
 from servekit.api.responses.http import respond
 from servekit.api.schemas.json_body import decode
-from servekit.errors import InvalidRequest
+from servekit.errors import InvalidRequest, ModelNotFound
 
 
 class ModelStatus(Struct):
@@ -32,15 +32,16 @@ class DivideAlias(Struct, kw_only=True, forbid_unknown_fields=True):
     """How an alias divides requests: the weight of each model, what stays at its model, and who gets copies."""
 
     models: dict[str, Annotated[float, Meta(ge=0.0, le=1e6)]]
-    sticky: Literal["key", "conversation"] = "key"
+    sticky: Literal["key", "conversation"] | None = None  # as before; key for a new alias
     mirror: str | None = None
     mirror_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 100.0
 
 
 class Aliases(Struct, omit_defaults=True):
-    """The weights of each alias that divides requests, and the percentage of requests that are copied to a model."""
+    """Of each alias: the weights of models, what keeps requests at one of them, and the percentage that is copied."""
 
     aliases: Mapping[str, Mapping[str, float]]
+    sticky: Mapping[str, Literal["key", "conversation"]] = {}
     mirrors: Mapping[str, Mapping[str, float]] = {}
 
 
@@ -74,9 +75,16 @@ async def divide_alias(request: Request) -> Response:
     return _aliases(request)
 
 
+async def remove_alias(request: Request) -> Response:
+    """Remove an alias that divides requests, until the file is read again."""
+    check_admin(request)
+    models_of(request).remove_alias(request.path_params["alias"])
+    return _aliases(request)
+
+
 def _aliases(request: Request) -> Response:
     models = models_of(request)
-    return respond(Aliases(models.divided(), models.mirrored()))
+    return respond(Aliases(models.divided(), models.sticky(), models.mirrored()))
 
 
 ENDPOINTS: list[Endpoint] = [
@@ -92,5 +100,12 @@ ENDPOINTS: list[Endpoint] = [
         takes=(DivideAlias,),
         gives=(Aliases,),
         example={"models": {"a": 90, "b": 10}, "sticky": "key"},
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/aliases/{alias:path}",
+        remove_alias,
+        gives=(Aliases,),
+        own_errors=(InvalidRequest, ModelNotFound),
     ),
 ]

@@ -123,6 +123,34 @@ async def test_alias_is_divided_anew_by_one_call_and_rolled_back_by_another(
     assert "new" not in manager.divided()
 
 
+async def test_rollback_keeps_what_requests_stay_at_their_model_by(app: Starlette) -> None:
+    async def listed() -> Any:
+        return json.loads((await ask(app, "GET", "/v1/aliases", bearer("of-operator"))).body)["sticky"]
+
+    await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1, "secret": 9}, sticky="conversation")
+    assert await listed() == {"both": "key", "canary": "conversation"}
+    await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1})
+    assert await listed() == {"both": "key", "canary": "conversation"}
+    await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1}, sticky="key")
+    assert await listed() == {"both": "key", "canary": "key"}
+
+
+async def test_operators_remove_an_alias() -> None:
+    manager = ModelManager(CONFIG, parsed('default = "both"\n' + MODELS))
+    app = create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
+    await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1})
+    assert (await ask(app, "DELETE", "/v1/aliases/canary", bearer("of-law"))).status == 403
+    answer = await ask(app, "DELETE", "/v1/aliases/canary", bearer("of-operator"))
+    assert answer.status == 200 and list(json.loads(answer.body)["aliases"]) == ["both"]
+    with pytest.raises(ModelNotFound):
+        manager.find("canary", LAW)
+    for name, status in (("canary", 404), ("open", 404), ("both", 400)):
+        answer = await ask(app, "DELETE", f"/v1/aliases/{name}", bearer("of-operator"))
+        assert answer.status == status, "it is gone, or the name of a model, or what requests without a name get"
+    manager.replace_file(parsed())
+    assert (await ask(app, "DELETE", "/v1/aliases/both", bearer("of-operator"))).status == 200
+
+
 def test_key_keeps_its_model_and_anonymous_requests_are_divided_one_by_one() -> None:
     manager = ModelManager(CONFIG, parsed(MODELS.replace('tenants = ["law"]', "")))
     for tenant in ("law", "search"):
