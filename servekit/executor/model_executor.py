@@ -309,17 +309,11 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
             f"kv_offload_dir = {config.kv_offload_dir!r} needs --kv-offload-memory-bytes: blocks come from the disk "
             "through the host's memory"
         )
-    if config.kv_offload_memory_bytes is not None:
-        if not config.enable_prefix_caching:
-            raise ConfigError(
-                "--kv-offload-memory-bytes needs the prefix cache, whose blocks it keeps; leave out "
-                "--no-enable-prefix-caching"
-            )
-        if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "--kv-offload-memory-bytes works with one process for each replica: leave it out, or leave out "
-                "--tensor-parallel-size and --pipeline-parallel-size"
-            )
+    if config.kv_offload_memory_bytes is not None and not config.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-offload-memory-bytes needs the prefix cache, whose blocks it keeps; leave out "
+            "--no-enable-prefix-caching"
+        )
     return LoadModel(
         model_path=config.model if is_simulated(config.model) else path,
         dtype=config.dtype,

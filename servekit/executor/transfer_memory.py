@@ -24,7 +24,10 @@ def replica_role(config: ServeConfig, index: int) -> ReplicaRole:
 
 
 class TransferMemory:
-    """One open file for each prefill replica; none if prefill and decode are not apart."""
+    """One open file for each rank of each prefill replica; none if prefill and decode are not apart.
+
+    Ranks with the same number have the same part of each block, and share a file.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         """Reserve the memory. It is taken page by page when blocks are written.
@@ -37,9 +40,10 @@ class TransferMemory:
         _check(config)
         fds: list[int] = []
         try:
-            for index in range(config.prefill_replicas):
-                fds.append(os.memfd_create(f"servekit-kv-{index}"))  # inherited by workers only
-                os.ftruncate(fds[-1], config.kv_transfer_memory_bytes)
+            num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+            for number in range(config.prefill_replicas * num_ranks):
+                fds.append(os.memfd_create(f"servekit-kv-{number}"))  # inherited by workers only
+                os.ftruncate(fds[-1], config.kv_transfer_memory_bytes // num_ranks)
         except OSError as error:
             for fd in fds:
                 os.close(fd)
@@ -75,18 +79,15 @@ def _check(config: ServeConfig) -> None:
             f"{what} is for workers that the server starts itself on this machine; leave out --listen-workers and "
             "--placement"
         )
-    if num_ranks > 1:
-        raise ConfigError(
-            f"{what} works with one process for each replica: leave out --tensor-parallel-size and "
-            "--pipeline-parallel-size"
-        )
     if not config.enable_prefix_caching:
         raise ConfigError(
             f"{what} needs the prefix cache, in which blocks are found; leave out --no-enable-prefix-caching"
         )
     if config.kv_offload_memory_bytes is not None:
         raise ConfigError(f"{what} does not work together with --kv-offload-memory-bytes yet; leave one of them out")
-    num_replicas = len(config.devices.split(",")) if config.devices else config.data_parallel_size or 1
+    num_replicas = config.data_parallel_size or 1
+    if config.devices is not None:
+        num_replicas = len(config.devices.split(",")) // num_ranks
     if config.prefill_replicas is not None and config.prefill_replicas >= num_replicas:
         raise ConfigError(
             f"{what} leaves no replica for decode: there are {num_replicas}; raise --data-parallel-size, or name more "

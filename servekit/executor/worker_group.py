@@ -159,6 +159,9 @@ class WorkerGroup:
         if isinstance(answer, WorkerReady):
             infos = (each.ranks for _, each in sorted(given.items()) if isinstance(each, WorkerReady))
             return replace(answer, ranks=tuple(chain.from_iterable(infos)))
+        if isinstance(answer, StepResult) and answer.transfers is not None:
+            others = (each.transfers for each in given.values() if isinstance(each, StepAcknowledged))
+            return replace(answer, transfers=answer.transfers.with_ranks([each for each in others if each is not None]))
         return answer
 
     async def ask(self, request: Question) -> Answer:
@@ -237,7 +240,9 @@ class WorkerGroup:
             expected = StepAcknowledged.of(answer)
             if rank < self._result_rank:
                 expected = replace(expected, digest=b"")  # this stage samples nothing
-            agrees = other == expected
+            # Each rank transfers its own part of the blocks, with its own success.
+            has_transferred = (answer.transfers is None) == (other.transfers is None)
+            agrees = has_transferred and replace(other, transfers=expected.transfers) == expected
         else:
             agrees = False
         if not agrees:

@@ -30,6 +30,7 @@ _FAILURE_BYTES = 16 + 4 * MAX_FAILURE_CHARACTERS
 _OTHER_BYTES = 2**20  # limit of every other message: the description of a model, or the text of an error
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]  # of a block: the hash of its prefix
+MAX_LISTED_KEYS = 2**14  # in one message
 
 
 class LoadModel(Struct, frozen=True, tag="load_model"):
@@ -69,8 +70,8 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     kv_offload_memory_bytes: int = 0  # of the host, for blocks that leave the KV cache; 0: no KV connector
     kv_offload_dir: str = ""  # folder for blocks on disk; "": no files
     kv_offload_disk_bytes: int = 0
-    # Memory for blocks that prefill workers hand over: the open files that a child process inherits, one for each of
-    # these workers, and which of them this worker writes to; None lets it read from all.
+    # Memory for blocks that prefill workers hand over: the open files that a child process inherits, one for each rank
+    # of each of these workers, and which of the workers this one is, which writes; None lets it read from all.
     kv_transfer_fds: tuple[int, ...] = ()
     kv_transfer_own: int | None = None
     local_rank: int | None = None  # on its machine, set by the agent, where the ranks are on several machines
@@ -78,6 +79,11 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def own_transfer_fds(self) -> tuple[int, ...]:
+        """The open files of this rank, one for each prefill worker: of those with the same part of each block."""
+        return self.kv_transfer_fds[self.rank :: self.num_ranks]
 
     @property
     def max_answer_bytes(self) -> int:
@@ -344,6 +350,23 @@ class TransferReport(Struct, frozen=True, array_like=True, gc=False):
     num_sent: Count = 0  # to other workers
     num_received: Count = 0  # loaded from other workers; these are not among those from memory
 
+    def with_ranks(self, others: Sequence[TransferReport]) -> TransferReport:
+        """Return the report of a group of ranks, each of which has a part of every block.
+
+        A block that one rank could not load, or has dropped, is of no use to the others. If they drop more keys than a
+        message may have, some are left out: those cost a failed load each.
+        """
+        reports = (self, *others)
+        dropped = dict.fromkeys(key for report in reports for key in report.dropped_keys)
+        return replace(
+            self,
+            failed_loads=tuple(sorted({index for report in reports for index in report.failed_loads})),
+            dropped_keys=tuple(dropped)[:MAX_LISTED_KEYS],
+            num_received=min(report.num_received for report in reports),
+            num_unwritten=max(report.num_unwritten for report in reports),
+            block_bytes=sum(report.block_bytes for report in reports),
+        )
+
 
 class StepResult(Struct, frozen=True, tag="step_result"):
     """What a step sampled: a span of tokens for each chunk that samples, in plan order.
@@ -389,13 +412,14 @@ class StepAcknowledged(Struct, frozen=True, tag="step_acknowledged"):
     epoch: int
     step_id: int
     digest: bytes  # of the sampled tokens and the lengths of their spans; empty if there are none
+    transfers: TransferReport | None = None  # of this rank's part of the blocks, with a KV connector
 
     @classmethod
     def of(cls, result: StepResult) -> StepAcknowledged:
         """Return the acknowledgement of a rank that computed this result."""
         token_ids = array("q", (*result.token_ids, *result.counts)).tobytes()
         digest = blake2b(token_ids, digest_size=8).digest() if token_ids else b""
-        return cls(result.epoch, result.step_id, digest)
+        return cls(result.epoch, result.step_id, digest, result.transfers)
 
 
 class StepFailed(Struct, frozen=True, tag="step_failed"):
@@ -424,9 +448,6 @@ class Profiled(Struct, frozen=True, tag="profiled"):
     failure: str = ""  # why the trace could not be written
     path: str = ""  # of the trace, once it is written
     num_steps: int = 0
-
-
-MAX_LISTED_KEYS = 2**14  # in one message
 
 
 class ListBlocks(Struct, frozen=True, tag="list_blocks"):

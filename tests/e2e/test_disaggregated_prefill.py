@@ -147,6 +147,28 @@ def test_killed_workers_lose_nothing(apart: ServerProcess, expected: list[Answer
     assert apart.metric("servekit_worker_restarts_total") == 2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes",
+    [("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")],
+    ids=["tensor", "pipeline"],
+)
+def test_ranks_hand_over_their_parts_of_the_blocks(
+    flags: tuple[str, ...], expected: list[Answers], sizes: tuple[str, str], tmp_path: Path
+) -> None:
+    with serving(*flags, *APART, *sizes, log=tmp_path / "log", environment=ONE_THREAD) as server:
+        assert_same(all_choices(server), expected)
+        assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
+        assert server.metric("servekit_kv_transfer_failed_loads_total") == 0
+        info = server.client.get("/info").json()
+        assert info["num_handed_over"] > 5 and [len(each["ranks"]) for each in info["replicas"]] == [2, 2]
+        for number in range(2):
+            server.wait_for_metric("servekit_workers_alive", 2)
+            name = server.client.get("/info").json()["replicas"][number]["worker"]
+            os.kill(int(name.split(",")[1].removeprefix(" process ")), signal.SIGKILL)
+            assert_same(all_choices(server), expected)
+
+
 def test_simulated_models_hand_over_and_their_journals_are_replayed(tmp_path: Path) -> None:
     """With a memory for so few blocks that most are overwritten."""
     journal = tmp_path / "journal"

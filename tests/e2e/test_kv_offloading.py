@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from servekit.cli import main
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.simulation.worker import NaiveReference
@@ -57,6 +59,43 @@ def test_blocks_come_back_from_memory_and_after_a_killed_worker_and_a_restart_fr
         assert server.metric("servekit_kv_offload_failed_loads_total") > 0
         assert "is computed again" in (tmp_path / "log-2").read_text()
         assert ask_all(server)[0] == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes",
+    [("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")],
+    ids=["tensor", "pipeline"],
+)
+def test_each_rank_keeps_its_part_of_the_blocks_and_what_one_has_lost_is_computed(
+    tmp_path: Path, sizes: tuple[str, str]
+) -> None:
+    """In memory; then a rank is killed, and the blocks come from the disk, where one rank finds damage."""
+    folder = tmp_path / "blocks"
+    flags = ("--model", "demo", "--dtype", "float32", "--num-kv-blocks", "40", *sizes)
+    offload = ("--kv-offload-memory-bytes", str(2**28), "--kv-offload-dir", str(folder))
+    with serving(*flags[:-2], log=tmp_path / "log-1", environment=ONE_THREAD) as server:
+        expected, _ = ask_all(server)
+    with serving(*flags, *offload, log=tmp_path / "log-2", environment=ONE_THREAD) as server:
+        prompt_tokens = [server.generate(prompt, **FIELDS)["usage"]["prompt_tokens"] for prompt in PROMPTS]
+        answers, num_cached = ask_all(server)
+        assert answers == expected and num_cached > 0.8 * sum(prompt_tokens)
+        assert loaded_from(server, "memory") > 60
+        assert server.metric("servekit_kv_offload_failed_loads_total") == 0
+        os.kill(server.worker_pids()[1], signal.SIGKILL)
+        answers, num_cached = ask_all(server)
+        assert answers == expected and num_cached > 0 and loaded_from(server, "disk") > 0
+    of_ranks = sorted(folder.glob("*/0"))
+    assert len(of_ranks) == 2, "one could take the other's blocks for its own"
+    names = [{path.name for path in of_rank.glob("*.block")} for of_rank in of_ranks]
+    assert len(names[0] & names[1]) > 60
+    for path in sorted(of_ranks[1].glob("*.block"))[::7]:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with serving(*flags, *offload, log=tmp_path / "log-3", environment=ONE_THREAD) as server:
+        for _ in range(2):
+            assert ask_all(server)[0] == expected
+        assert loaded_from(server, "disk") > 0
+        assert server.metric("servekit_kv_offload_failed_loads_total") > 0
 
 
 def test_a_simulated_model_offloads_and_a_journal_of_it_is_replayed(tmp_path: Path) -> None:

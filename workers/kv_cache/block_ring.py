@@ -43,8 +43,8 @@ class BlockRing:
         self.num_blocks = (size - _HEADER_BYTES - _PAGE) // (KEY_BYTES + _WORD + row_bytes)
         if self.num_blocks < MIN_BLOCKS:
             raise ConfigError(
-                f"--kv-transfer-memory-bytes {size:,} holds less than {MIN_BLOCKS} KV blocks: one has "
-                f"{block_bytes:,} bytes"
+                f"the memory for handed-over KV blocks, {size:,} bytes in this process, holds less than {MIN_BLOCKS}: "
+                f"one has {block_bytes:,} bytes; raise --kv-transfer-memory-bytes"
             )
         self._num_lost = int(LOST_RATIO * self.num_blocks)
         memory = mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writer else 0))

@@ -715,11 +715,15 @@ def make_runner(loaded: LoadedModel, settings: LoadModel, drafter: LoadedDrafter
 
 def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
     """Return a connector that offloads blocks. Raises ConfigError if its memory or its folder cannot be used."""
-    memory, bytes_per_block, loaded = settings.kv_offload_memory_bytes, block_bytes(runner.cache), runner.loaded
+    bytes_per_block, loaded = block_bytes(runner.cache), runner.loaded
+    memory = settings.kv_offload_memory_bytes // settings.num_ranks
     num_blocks = memory // bytes_per_block
-    flag, on_cpu = f"--kv-offload-memory-bytes {memory:,}", torch.device("cpu")
+    flag, on_cpu = f"--kv-offload-memory-bytes {settings.kv_offload_memory_bytes:,}", torch.device("cpu")
     if not num_blocks:
-        raise ConfigError(f"{flag} holds no KV block: one has {bytes_per_block:,} bytes")
+        of_rank = f", of which each of {settings.num_ranks} ranks has a part," if settings.num_ranks > 1 else ""
+        raise ConfigError(f"{flag}{of_rank} holds no KV block: one has {bytes_per_block:,} bytes")
+    if loaded.ranks is not None:
+        num_blocks = loaded.ranks.minimum(num_blocks)  # a block is of use only while all ranks have it
     used = memory + (runner.cache_bytes if loaded.device.type == "cpu" else 0)
     if used > cpu_memory():
         raise ConfigError(f"{flag} is too much in addition to the KV cache: {describe_memory(on_cpu)}; lower it")
@@ -729,7 +733,8 @@ def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
             folder = Path(settings.kv_offload_dir).expanduser()
         except RuntimeError as error:
             raise ConfigError(f"--kv-offload-dir {settings.kv_offload_dir} cannot be used: {error}") from None
-        disk = DiskTier(folder, _kv_layout(runner, settings), settings.kv_offload_disk_bytes, bytes_per_block)
+        max_bytes = settings.kv_offload_disk_bytes // settings.num_ranks
+        disk = DiskTier(folder, _kv_layout(runner, settings), max_bytes, bytes_per_block)
     with allocation_refused_as(f"{memory:,} bytes for offloaded KV blocks", on_cpu, "lower --kv-offload-memory-bytes"):
         return OffloadingConnector(runner.cache, num_blocks, disk)
 
@@ -742,6 +747,8 @@ def _kv_layout(runner: ModelRunner, settings: LoadModel) -> str:
         *(settings.load_format, loaded.device.type, runner.attention.name, settings.kv_cache_dtype),
         *(settings.block_size, loaded.info.max_model_len, [tuple(each.shape[1:]) for each in runner.cache.keys]),
     )
+    if settings.num_ranks > 1:  # blocks of the same shape have other contents in another rank
+        parts += ((settings.rank, settings.tensor_parallel_size, settings.pipeline_parallel_size),)
     return "\0".join(map(str, parts))
 
 
@@ -749,10 +756,10 @@ def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: s
     """Return a connector between prefill and decode workers. Raises ConfigError if their memory is too small."""
     rings = [
         BlockRing(fd, block_bytes(runner.cache), bytes.fromhex(layout), is_writer=number == settings.kv_transfer_own)
-        for number, fd in enumerate(settings.kv_transfer_fds)
+        for number, fd in enumerate(settings.own_transfer_fds)
     ]
     own = None if settings.kv_transfer_own is None else rings[settings.kv_transfer_own]
-    if own is not None:
+    if own is not None and settings.is_result_rank:
         max_tokens = own.max_readable * settings.block_size
         if max_tokens < runner.loaded.info.max_model_len:
             log.warning(
@@ -869,6 +876,8 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         kv_layout = blake2b(_kv_layout(runner, settings).encode(), digest_size=LAYOUT_BYTES).hexdigest()
         runner.connector = connector = _make_transfer_connector(runner, settings, kv_layout)
         num_transfer_blocks = connector.num_transfer_blocks
+        if ranks is not None:
+            num_transfer_blocks = ranks.minimum(num_transfer_blocks)
     if settings.is_result_rank:
         runner.grammars.warm_up()
     elapsed_s = time.monotonic() - started_s

@@ -28,6 +28,7 @@ from servekit.protocol.messages import (
     StepResult,
     StopProfile,
     ToWorker,
+    TransferReport,
     WorkerFailed,
     WorkerReady,
 )
@@ -35,6 +36,8 @@ from servekit.protocol.messages import (
 READY = WorkerReady(ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0), "cpu", "float32", 1, 1, 0.0)
 
 SLOW_PROFILE_S = 1.2
+LOADED = TransferReport(failed_loads=(2,), dropped_keys=(b"a" * 16, b"b" * 16), num_received=4, block_bytes=100)
+LOADED_LESS = TransferReport(failed_loads=(0, 2), dropped_keys=(b"b" * 16, b"c" * 16), num_received=3, block_bytes=50)
 
 
 def main() -> None:
@@ -98,6 +101,11 @@ def main() -> None:
                 results.send(StepResult(0, number, (), 0.0))
         elif behaviour == "acknowledges":
             results.send(StepAcknowledged.of(StepResult(plan.epoch, plan.step_id, (7,), 0.0)))
+        elif behaviour == "loads":
+            results.send(StepResult(plan.epoch, plan.step_id, (7,), 0.0, transfers=LOADED))
+        elif behaviour == "acknowledges and loads less":
+            result = StepResult(plan.epoch, plan.step_id, (7,), 0.0, transfers=LOADED_LESS)
+            results.send(StepAcknowledged.of(result))
         elif behaviour == "acknowledges other tokens":
             results.send(StepAcknowledged.of(StepResult(plan.epoch, plan.step_id, (8,), 0.0)))
         elif behaviour == "runs out of memory":

@@ -75,7 +75,6 @@ async def test_why_a_replacement_does_not_start_is_told_with_the_number_of_the_a
         ({"kv_offload_dir": "blocks"}, "needs --kv-offload-memory-bytes"),
         ({"kv_offload_memory_bytes": 2**20, "kv_offload_dir": ""}, "--kv-offload-dir is empty"),
         ({"kv_offload_memory_bytes": 2**20, "enable_prefix_caching": False}, "needs the prefix cache"),
-        ({"kv_offload_memory_bytes": 2**20, "tensor_parallel_size": 2}, "one process for each replica"),
     ],
 )
 def test_offloading_is_refused_where_it_cannot_work(settings: dict[str, Any], message: str) -> None:

@@ -35,6 +35,13 @@ def test_each_prefill_replica_writes_to_its_own_and_decode_replicas_read_all() -
             os.fstat(fd)
 
 
+def test_the_ranks_of_a_replica_divide_its_memory() -> None:
+    config = ServeConfig(**APART, tensor_parallel_size=2)
+    memory = TransferMemory(config)
+    assert [os.fstat(fd).st_size for fd in memory.fds] == [2**19] * 4
+    memory.close()
+
+
 def test_without_prefill_replicas_there_is_none() -> None:
     config = ServeConfig(data_parallel_size=2)
     memory, load = TransferMemory(config), load_model_message(config, "", SpeculativeConfig())
@@ -49,7 +56,10 @@ def test_without_prefill_replicas_there_is_none() -> None:
         ({"data_parallel_size": None, "devices": "cuda:0,cuda:1"}, "leaves no replica for decode: there are 2"),
         ({"enable_prefix_caching": False}, "needs the prefix cache"),
         ({"kv_offload_memory_bytes": 2**20}, "does not work together with --kv-offload-memory-bytes"),
-        ({"tensor_parallel_size": 2}, "works with one process for each replica"),
+        (
+            {"data_parallel_size": None, "devices": "cuda:0,cuda:1,cuda:2,cuda:3", "tensor_parallel_size": 2},
+            "leaves no replica for decode: there are 2",
+        ),
         ({"listen_workers": "unix:/tmp/socket"}, "is for workers that the server starts itself"),
     ],
 )

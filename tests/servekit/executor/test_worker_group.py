@@ -17,10 +17,10 @@ from servekit.protocol.messages import StepResult, WorkerReady
 from tests.servekit.executor.conftest import PLAN, Start
 
 
-def start_group(start: Start, *behaviours: str) -> tuple[WorkerGroup, list[ServekitError | None]]:
+def start_group(start: Start, *behaviours: str, first: str = "works") -> tuple[WorkerGroup, list[ServekitError | None]]:
     """A group whose first rank works, and whose others behave as given; and what it reports when it is lost."""
     losses: list[ServekitError | None] = []
-    of_ranks = ["works", *behaviours]
+    of_ranks = [first, *behaviours]
     group = WorkerGroup(
         len(of_ranks), 0, lambda rank, on_loss: start(of_ranks[rank], on_loss)[1], lambda: losses.append(group.loss)
     )
@@ -41,6 +41,29 @@ async def test_ranks_that_agree_are_one_worker(start: Start) -> None:
         assert isinstance(await group.receive(20), StepResult)
     assert not losses and group.loss is None
     await group.end(graceful=True)
+
+
+async def test_a_block_that_one_rank_could_not_load_is_lost_for_all(start: Start) -> None:
+    group, _ = start_group(start, "acknowledges and loads less", "acknowledges and loads less", first="loads")
+    await group.receive(20)
+    group.send(PLAN)
+    result = await group.receive(20)
+    assert isinstance(result, StepResult) and result.transfers is not None
+    assert result.transfers.failed_loads == (0, 2) and result.transfers.num_received == 3
+    assert result.transfers.dropped_keys == (b"a" * 16, b"b" * 16, b"c" * 16)
+    assert result.transfers.block_bytes == 200, "of all parts together"
+    await group.end(graceful=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"), [("loads", "acknowledges"), ("works", "acknowledges and loads less")], ids=["first", "other"]
+)
+async def test_ranks_of_which_only_one_says_what_it_loaded_are_lost(start: Start, first: str, other: str) -> None:
+    group, _ = start_group(start, other, first=first)
+    await group.receive(20)
+    with pytest.raises(WorkerLost, match="answered StepAcknowledged, which does not fit"):
+        await compute_steps(group)
+    await group.end()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from servekit.protocol.messages import (
     MAX_FAILURE_CHARACTERS,
+    MAX_LISTED_KEYS,
     LoadModel,
     ModelInfo,
     PromptLogprobs,
@@ -19,6 +20,7 @@ from servekit.protocol.messages import (
     StepResult,
     TokenLogprobs,
     ToWorker,
+    TransferReport,
     WorkerReady,
 )
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
@@ -60,6 +62,29 @@ def test_an_acknowledgement_tells_whether_two_ranks_sampled_the_same_tokens() ->
     assert StepAcknowledged.of(ours) == StepAcknowledged.of(same) != StepAcknowledged.of(other)
     spans = [StepAcknowledged.of(StepResult(1, 2, (5, 6, 7), 0.1, counts=counts)) for counts in ((1, 2), (2, 1), ())]
     assert len(set(spans)) == 3
+
+
+def test_a_block_is_of_use_only_where_all_ranks_have_it() -> None:
+    keys = [bytes([number]) * 16 for number in range(4)]
+    one = TransferReport((4, 1), (keys[0],), num_stored=5, num_received=8, num_unwritten=1, block_bytes=10)
+    other = TransferReport((4, 0), (keys[2], keys[0]), num_stored=5, num_received=7, num_unwritten=3, block_bytes=20)
+    both = TransferReport((0, 1, 4), (keys[0], keys[2]), num_stored=5, num_received=7, num_unwritten=3, block_bytes=30)
+    assert one.with_ranks([other]) == both and one.with_ranks([]).failed_loads == (1, 4)
+
+
+def test_ranks_that_drop_more_keys_than_a_message_may_have_report_as_many() -> None:
+    reports = [
+        TransferReport(dropped_keys=tuple((first + number).to_bytes(16) for number in range(MAX_LISTED_KEYS)))
+        for first in (0, 2**40)
+    ]
+    assert reports[0].with_ranks(reports[1:]).dropped_keys == reports[0].dropped_keys
+
+
+def test_each_rank_transfers_through_the_memory_of_the_ranks_with_its_number() -> None:
+    """Of two prefill workers with three ranks each."""
+    load = LoadModel("", "auto", "cpu", 16, 1, 1, None, 1, None, 0.9, tensor_parallel_size=3)
+    load = replace(load, kv_transfer_fds=(10, 11, 12, 20, 21, 22))
+    assert [replace(load, rank=rank).own_transfer_fds for rank in range(3)] == [(10, 20), (11, 21), (12, 22)]
 
 
 def test_the_first_rank_of_the_last_stage_sends_the_results() -> None:

@@ -102,7 +102,7 @@ def test_blocks_of_another_layout_are_not_read(fd: int) -> None:
 def test_memory_for_too_few_blocks_is_refused() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, 10_000)
-    with pytest.raises(ConfigError, match=r"--kv-transfer-memory-bytes 10,000 holds less than 8 KV blocks"):
+    with pytest.raises(ConfigError, match=r"10,000 bytes in this process, holds less than 8: one has 4,096 bytes"):
         BlockRing(fd, 4096, LAYOUT)
     os.close(fd)
 
