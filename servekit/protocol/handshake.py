@@ -45,6 +45,8 @@ Reason = Literal[
 PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model", "other_size"})
 MAX_REFUSAL_LENGTH = 500  # of its message, in characters
 
+Role = Literal["", "prefill", "decode"]  # "": the server decides
+
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Name = Annotated[str, Meta(max_length=100)]
@@ -79,6 +81,7 @@ class Offer(Struct, frozen=True):
     rendezvous: _Address = ""
     rank: _Rank = 0
     num_ranks: _Rank = 0  # 0: it has all ranks that the server asks for
+    role: Role = ""  # what it is for, where prefill and decode are apart
 
 
 class WorkerProof(Struct, frozen=True, tag="servekit_worker_proof"):
@@ -284,10 +287,10 @@ class WorkerHandshake(_Handshake):
             )
         return None
 
-    def sealed_frames(self) -> SealedFrameCodec:
-        """Return the codec of all further frames."""
+    def sealed_frames(self, max_bytes: int = MAX_MESSAGE_BYTES) -> SealedFrameCodec:
+        """Return the codec of all further frames. Those of the server may have `max_bytes`."""
         to_server, to_worker = self._session_keys()
-        return SealedFrameCodec(send_key=to_server, receive_key=to_worker)
+        return SealedFrameCodec(send_key=to_server, receive_key=to_worker, max_bytes=max_bytes)
 
 
 NOT_SERVEKIT = "the peer is not a servekit server: --connect must be the address in its --listen-workers"

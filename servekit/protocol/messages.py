@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
@@ -75,6 +76,11 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
     kv_transfer_fds: tuple[int, ...] = ()
     kv_transfer_own: int | None = None
     local_rank: int | None = None  # on its machine, set by the agent, where the ranks are on several machines
+    # For a worker that joins, whose agent has this memory, and carries blocks over the network: its size, and a random
+    # name that the workers of one server share. The agent sets the file that it fills for this worker.
+    kv_transfer_bytes: int = 0  # 0: no blocks are handed over
+    kv_transfer_group: bytes = b""
+    kv_transfer_inbox: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -143,6 +149,8 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     # What the bytes of a handed-over block depend on, as a digest; "" where none is handed over. Not compared.
     kv_layout: Annotated[str, Meta(max_length=100)] = ""
     num_transfer_blocks: int = 0  # that can be loaded at the most, of those that it sends; 0 if it sends none
+    # Where other workers' agents fetch its blocks: tcp://HOST:PORT or tls://HOST:PORT; set by its agent.
+    transfer_address: Annotated[str, Meta(max_length=300)] = ""
     # One for each process that the model is divided among; one if it is not divided. Not compared.
     ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
 
@@ -462,6 +470,31 @@ class BlocksListed(Struct, frozen=True, tag="blocks_listed"):
     keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_LISTED_KEYS)] = ()
 
 
+MAX_FETCHED_KEYS = 2**15  # of one sequence
+
+
+class FetchBlocks(Struct, frozen=True, tag="fetch_blocks"):
+    """For the agent of a decode worker that has joined: fetch blocks from another agent, in this order.
+
+    It is no message to the worker itself. Answered by `BlocksFetched`, after other messages.
+    """
+
+    number: Count
+    address: str
+    keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_FETCHED_KEYS)]
+
+
+# How a FetchBlocks begins: so an agent, which passes on all other messages, need not decode each of them.
+FETCH_BLOCKS = b"".join(msgspec.msgpack.encode(FetchBlocks(0, "", ())).partition(b"fetch_blocks")[:2])
+
+
+class BlocksFetched(Struct, frozen=True, tag="blocks_fetched"):
+    """The agent's answer to FetchBlocks: the worker can load these of the blocks."""
+
+    number: Count
+    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_FETCHED_KEYS)] = ()
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """The last message to a worker: exit."""
 
@@ -489,6 +522,7 @@ FromWorker = (
     | Profiled
     | AdapterLoaded
     | BlocksListed
+    | BlocksFetched
     | PredictorReady
     | BatchResult
 )

@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.messages import StepPlan, TransferReport
-from workers.kv_cache.block_ring import BlockRing
 from workers.kv_cache.kv_connector import BATCH_BLOCKS, MAX_DROPPED, MAX_KEYS, split_rows
 from workers.kv_cache.pages import KVCache
 
@@ -24,7 +24,11 @@ class TransferConnector:
     """
 
     def __init__(self, cache: KVCache, rings: list[BlockRing], own: BlockRing | None = None) -> None:
-        """`own` is the ring that a prefill worker sends to; without it, this worker loads from `rings`."""
+        """`own` is the ring that a prefill worker sends to; `rings` are those that blocks are loaded from.
+
+        A worker that joined has both, and its manager decides which it uses: what is in its own one, too, it reports as
+        loadable.
+        """
         self._pages = [*cache.keys, *cache.values]
         self._device = self._pages[0].device
         self._rings = rings

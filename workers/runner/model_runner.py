@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from servekit.errors import ConfigError
+from servekit.protocol.block_ring import LAYOUT_BYTES, BlockRing
 from servekit.protocol.lora import AdapterLoaded, LoraAdapter
 from servekit.protocol.messages import (
     MAX_LISTED_KEYS,
@@ -41,7 +42,6 @@ from workers.batch import Batch, SlotTable, make_batch
 from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, held_bytes, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.device.triton_support import kernel_errors
-from workers.kv_cache.block_ring import LAYOUT_BYTES, BlockRing
 from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
@@ -754,8 +754,10 @@ def _kv_layout(runner: ModelRunner, settings: LoadModel) -> str:
 
 def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: str) -> TransferConnector:
     """Return a connector between prefill and decode workers. Raises ConfigError if their memory is too small."""
+    # The agent of a worker that joined fills its inbox, once this process has laid that out.
+    written = (settings.kv_transfer_own, settings.kv_transfer_inbox)
     rings = [
-        BlockRing(fd, block_bytes(runner.cache), bytes.fromhex(layout), is_writer=number == settings.kv_transfer_own)
+        BlockRing(fd, block_bytes(runner.cache), bytes.fromhex(layout), is_writer=number in written)
         for number, fd in enumerate(settings.own_transfer_fds)
     ]
     own = None if settings.kv_transfer_own is None else rings[settings.kv_transfer_own]
@@ -767,7 +769,9 @@ def _make_transfer_connector(runner: ModelRunner, settings: LoadModel, layout: s
                 "replica; raise --kv-transfer-memory-bytes, or set --max-model-len",
                 max_tokens,
             )
-    return TransferConnector(runner.cache, rings if own is None else [own], own)
+    if own is not None and settings.kv_transfer_inbox is None:
+        rings = [own]
+    return TransferConnector(runner.cache, rings, own)
 
 
 def _capture(runner: ModelRunner) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.lora import AdapterLoaded, LoraAdapter
 from servekit.protocol.messages import (
     MAX_LISTED_KEYS,
@@ -22,7 +23,6 @@ from servekit.protocol.messages import (
 )
 from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
 from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedConnector, SimulatedWorker
-from workers.kv_cache.block_ring import BlockRing
 from workers.runner.interface import Pending, done
 
 KV_TOKENS = 2**20  # tokens in the pool, if the settings give no number of blocks; a page is a list of numbers
@@ -71,7 +71,7 @@ class RingConnector:
     """Hands simulated blocks over, through the memory that real workers use. Its transfers take no time."""
 
     def __init__(self, rings: list[BlockRing], own: BlockRing | None) -> None:
-        self._rings = rings if own is None else [own]
+        self._rings = rings
         self._own = own
 
     def keys(self) -> list[bytes]:
@@ -124,10 +124,11 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
         own, bytes_per_block = settings.kv_transfer_own, KV_BYTES_PER_TOKEN * settings.block_size
         layout = b"simulated blocks"
         rings = [
-            BlockRing(fd, bytes_per_block, layout, is_writer=number == own)
+            BlockRing(fd, bytes_per_block, layout, is_writer=number in (own, settings.kv_transfer_inbox))
             for number, fd in enumerate(settings.kv_transfer_fds)
         ]
-        connector = RingConnector(rings, None if own is None else rings[own])
+        reads_all = own is None or settings.kv_transfer_inbox is not None
+        connector = RingConnector(rings if reads_all else [rings[own]], None if own is None else rings[own])
         num_transfer_blocks = 0 if own is None else rings[own].max_readable
     worker = SimulatedWorker(
         num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s, connector

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, TransferReport
 from servekit.protocol.sampling_params import SamplingParams
 from tests.support.inprocess import InProcessEngine, load
 from tests.workers.kv_cache.test_kv_connector import KEYS, are_equal, contents, make_cache
-from workers.kv_cache.block_ring import BlockRing
 from workers.kv_cache.kv_connector import block_bytes
 from workers.kv_cache.pages import KVCache
 from workers.kv_cache.transfer_connector import TransferConnector

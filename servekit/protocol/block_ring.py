@@ -1,19 +1,22 @@
-"""Keep blocks in memory that several worker processes map: one appends them, in a circle, and the others read.
+"""Keep blocks in memory that several processes map: one appends them, in a circle, and the others read.
 
-The memory is an open file without a name (`memfd_create`). The server makes it, and its workers inherit it. So it has a
-fixed size, it outlives a worker, and the kernel frees it when the last of these processes has ended, however it ended.
+The memory is an open file without a name (`memfd_create`). The server makes it, or the agent of a worker that joins,
+and workers inherit it. So it has a fixed size, it outlives a worker, and the kernel frees it when the last of these
+processes has ended, however it ended.
 
 Nothing is locked. A reader copies a block, and then compares the copy with the block's key and sum. So a block that is
 overwritten meanwhile is found to be wrong, whatever order the processors see the writes in. A reader takes blocks that
 will be overwritten soon for lost: so this is rare.
 
-The layout: what the bytes mean, and how many blocks were ever appended; the keys; the sums; and the blocks.
+The layout: what the bytes mean, how many blocks were ever appended, and the size of one; the keys; the sums; and the
+blocks.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections import deque
 
 import numpy as np
@@ -25,6 +28,7 @@ KEY_BYTES = LAYOUT_BYTES = 16
 MIN_BLOCKS = 8
 LOST_RATIO = 0.25  # of the blocks: those that are overwritten next
 _HEADER_BYTES = 64
+_SIZE = slice(LAYOUT_BYTES + 8, LAYOUT_BYTES + 16)  # in the header: bytes of a block
 _WORD = 8  # bytes; a sum is one of 64-bit words
 _PAGE = 4096
 
@@ -39,6 +43,7 @@ class BlockRing:
         """
         assert len(layout) == LAYOUT_BYTES
         size = os.fstat(fd).st_size
+        self.layout, self.block_bytes = layout, block_bytes
         row_bytes = -(-block_bytes // _WORD) * _WORD
         self.num_blocks = (size - _HEADER_BYTES - _PAGE) // (KEY_BYTES + _WORD + row_bytes)
         if self.num_blocks < MIN_BLOCKS:
@@ -58,14 +63,23 @@ class BlockRing:
         self._sums = raw[keys_end:sums_end].view(np.uint64)
         rows = raw[rows_begin : rows_begin + self.num_blocks * row_bytes].reshape(self.num_blocks, row_bytes)
         self.rows: NDArray[np.uint8] = rows  # [num_blocks, bytes of a block, and up to 7 more]
-        self._layout = layout
         self._number_of: dict[bytes, int] = {}
         self._numbers: deque[tuple[int, bytes]] = deque()  # of all known blocks, the oldest first
         self._num_seen = 0  # blocks, of those that were ever appended
         if is_writer and self._found_layout.tobytes() != layout:
             self._count[0] = 0
+            raw[_SIZE].view(np.int64)[0] = block_bytes
             self._found_layout[:] = np.frombuffer(layout, np.uint8)
         self.refresh()
+
+    @classmethod
+    def attach(cls, fd: int, is_writer: bool = False) -> BlockRing:
+        """Map memory as the process that wrote to it first has laid it out. Raises ValueError if none has."""
+        header = os.pread(fd, _HEADER_BYTES, 0)
+        block_bytes = int.from_bytes(header[_SIZE], sys.byteorder)
+        if not block_bytes:
+            raise ValueError("no process has laid out the memory for KV blocks")
+        return cls(fd, block_bytes, header[:LAYOUT_BYTES], is_writer)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether a block can be read, as far as is known since the last `refresh`."""
@@ -90,7 +104,7 @@ class BlockRing:
 
     def refresh(self) -> list[bytes]:
         """Look at what was appended. Returns the keys of blocks that are lost since the last call, or soon will be."""
-        if self._found_layout.tobytes() != self._layout:
+        if self._found_layout.tobytes() != self.layout:
             return []  # no worker has written to it yet
         count, dropped = int(self._count[0]), list[bytes]()
         # Of those that were appended and overwritten between two calls, nothing was known.

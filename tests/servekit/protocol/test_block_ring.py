@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from servekit.errors import ConfigError
-from workers.kv_cache.block_ring import BlockRing
+from servekit.protocol.block_ring import BlockRing
 
 BLOCK_BYTES, LAYOUT = 100, b"a layout, 16 byt"
 KEYS = [bytes([number]) * 16 for number in range(1, 100)]
