@@ -203,14 +203,16 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Annotated[int, Meta(ge=1, le=63)] | None,
         Meta(
             description="how many of the replicas only compute prompts; they hand each sequence over to one of the "
-            "others, which decode (docs/disaggregated_prefill.md); by default each replica does both"
+            "others, which decode (docs/disaggregated_prefill.md); by default each replica does both. A worker that "
+            "joins may have a --role of its own"
         ),
     ] = None
     kv_transfer_memory_bytes: Annotated[
         Positive,
         Meta(
             description="memory of the host, in bytes, for the KV blocks that each prefill replica hands over, with "
-            "--prefill-replicas"
+            "--prefill-replicas; each worker that joins has as much for blocks that it hands over, and for those that "
+            "it takes over"
         ),
     ] = 2**30
     gpu_memory_utilization: Annotated[
@@ -920,7 +922,7 @@ def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
     With `device = "auto"` only the worker knows where the model runs; it checks its device's memory itself.
     """
     num_prefill, transfer = config.prefill_replicas or 0, config.kv_transfer_memory_bytes
-    handed_over = num_prefill * transfer
+    handed_over = 0 if config.lets_workers_join else num_prefill * transfer  # else it is on the workers' machines
     if handed_over > host_memory_bytes:
         raise ConfigError(
             f"kv_transfer_memory_bytes = {transfer} (--kv-transfer-memory-bytes), for each of {num_prefill} prefill "

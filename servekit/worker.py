@@ -69,6 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--master-addr", metavar="HOST", help="address of node rank 0, at which the ranks meet")
     parser.add_argument("--master-port", type=int, metavar="PORT", help=f"port there (default: {MASTER_PORT})")
+        "--role",
+        default="",
+        choices=["prefill", "decode"],
+        help="only compute prompts, or only decode, where the server has --prefill-replicas (default: it decides)",
+    )
+    parser.add_argument(
+        "--transfer-address",
+        metavar="HOST[:PORT]",
+        help="where workers on other machines fetch KV blocks (default: this machine's address on its way to the "
+        "server, and any free port)",
+    )
+    parser.add_argument("--transfer-tls-cert", metavar="FILE", help="certificate for these transfers; needs the key")
+    parser.add_argument("--transfer-tls-key", metavar="FILE", help="its private key")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
     parser.add_argument("--cpus", metavar="LIST", help="cores to run on, like 0-7,16-23 (default: all that it may use)")
     parser.add_argument(
@@ -154,7 +167,8 @@ def join(arguments: argparse.Namespace) -> int:
 
     from servekit.joining.address import UnixAddress, parse_address
     from servekit.joining.agent import AgentSettings, run_agent
-    from servekit.joining.credentials import read_key, worker_tls
+    from servekit.joining.credentials import read_key, server_tls, worker_tls
+    from servekit.joining.transfer_settings import TransferSettings, parse_transfer_address
     from servekit.server.cache_directory import use_cache_directory
 
     if DEVICE.fullmatch(arguments.device) is None:
@@ -170,6 +184,8 @@ def join(arguments: argparse.Namespace) -> int:
     address = parse_address(arguments.connect, "--connect")
     if arguments.tls_ca is not None and isinstance(address, UnixAddress):
         raise ConfigError("--tls-ca has no use with a Unix socket, whose bytes do not leave this machine; leave it out")
+    transfer_address = parse_transfer_address(arguments.transfer_address)
+    certificate, private_key = arguments.transfer_tls_cert, arguments.transfer_tls_key
     settings = AgentSettings(
         address=address,
         key=read_key(arguments.key_file, "--key-file"),
@@ -177,6 +193,12 @@ def join(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         model=None if arguments.model is None else find_local(arguments.model),
         node=arguments.node,
+        role=arguments.role,
+        transfers=TransferSettings(
+            transfer_address.host,
+            transfer_address.port,
+            server_tls(certificate, private_key, "--transfer-tls-cert", "--transfer-tls-key"),
+        ),
         process_arguments=("--log-level", arguments.log_level, "--log-format", arguments.log_format),
         node_of_ranks=node_of_ranks(arguments),
     )

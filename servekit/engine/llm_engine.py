@@ -203,6 +203,7 @@ class LLMEngine(OneModel):
             "max_drafts": self.scheduler_config.max_drafts,
             "replicas": replicas,
             "num_handed_over": self.replicas.num_handed_over,
+            "num_failed_transfers": self.replicas.fetches.num_failed,
             "adapters": adapters,
             "cost": None if self._cost_meter is None else self._cost(self._cost_meter),
         }

@@ -46,6 +46,11 @@ class Replica:
         return None if self._core is None else self.executor.ready
 
     @property
+    def transfer_address(self) -> str:
+        """Where the agents of other workers fetch its blocks; "" if they cannot."""
+        return "" if self.executor.ready is None else self.executor.ready.transfer_address
+
+    @property
     def core(self) -> EngineCore:
         """Its core; there is one when the first worker is ready."""
         assert self._core is not None

@@ -27,6 +27,7 @@ from servekit.executor.step_timeout import vacated_backoff_s
 from servekit.executor.transfer_memory import TransferMemory, replica_role
 from servekit.protocol.messages import LoadModel
 from servekit.scheduler.commands import Finish
+from servekit.scheduler.kv_connector import ReplicaRole
 
 log = logging.getLogger("servekit")
 
@@ -71,7 +72,20 @@ class ReplicaSupervisor:
         shared_fds = self._transfer_memory.fds
         executor = ModelExecutor(self._config, wake, wake, source, placement or ANYWHERE, shared_fds)
         replica = Replica(index, executor, placement, replica_role(self._config, index))
+        if placement is None:
+            executor.accepts = lambda worker: not replica.has_core or _is_for(replica.role, worker.offer.role)
+            executor.on_fetched = lambda answer: self._replicas.fetched(replica, answer)
         return replica
+
+    def _choose_role(self, offered: str) -> ReplicaRole:
+        """Return the role of a worker that joins: its own, or the one of which there are not enough."""
+        num_prefill = self._config.prefill_replicas
+        if num_prefill is None:
+            return ReplicaRole.BOTH
+        if offered:
+            return ReplicaRole(offered)
+        found = [each.role for each in self._replicas.all if each.has_core and not each.is_vacated]
+        return ReplicaRole.PREFILL if found.count(ReplicaRole.PREFILL) < num_prefill else ReplicaRole.DECODE
 
     # -- start and stop -----------------------------------------------------------------------------------------------
 
@@ -90,6 +104,8 @@ class ReplicaSupervisor:
                     "they cannot be handed over; use devices of one kind, or leave out --prefill-replicas"
                 )
         for replica in self._replicas.all:
+            if replica.is_joined:
+                replica.role = self._choose_role(replica.executor.offered_role)
             self._replicas.give_core(replica, make_core(replica))
             log.info("replica %d: %s", replica.index, replica.describe())
 
@@ -273,11 +289,14 @@ class ReplicaSupervisor:
         """Give each worker that joins a replica. While a replica waits for a worker, the next one is for that."""
         while True:
             joined = [each for each in self._replicas.all if each.is_joined]
-            is_wanted = all(each.executor.is_ready or each.is_vacated for each in joined)
-            if self._is_draining or not is_wanted:
+            waiting = [each for each in joined if not each.executor.is_ready and not each.is_vacated]
+            if self._is_draining or waiting:
                 await asyncio.sleep(JOIN_INTERVAL_S)
+                worker = None if self._is_draining else source.take_worker(partial(_is_for_none, waiting))
+                if worker is not None:
+                    await self._add_worker(worker)
                 continue
-            self._joining = asyncio.create_task(source.next_worker(), name="next worker")
+            self._joining = asyncio.create_task(source.next_worker(lambda _: True), name="next worker")
             try:
                 await asyncio.wait([self._joining])
             finally:
@@ -287,13 +306,16 @@ class ReplicaSupervisor:
 
     async def _add_worker(self, worker: JoinedWorker) -> None:
         """Let a worker that has joined serve: in a vacated replica, or in a new one."""
-        vacated = next((replica for replica in self._replicas.all if replica.is_joined and replica.is_vacated), None)
+        role = self._choose_role(worker.offer.role)
+        free = (replica for replica in self._replicas.all if replica.is_joined and replica.is_vacated)
+        vacated = next((replica for replica in free if replica.role is role), None)
         if vacated is not None:
             vacated.executor.adopt(worker)
             await self._occupy(vacated)
             return
         assert self._make_core is not None
         replica = self._new_replica(None)
+        replica.role = role
         replica.executor.adopt(worker)
         try:
             self._replicas.give_core(replica, self._make_core(replica))
@@ -303,3 +325,13 @@ class ReplicaSupervisor:
             return
         self._replicas.add(replica)
         await self._begin(replica)
+
+
+def _is_for(role: ReplicaRole, offered: str) -> bool:
+    """Whether a worker may serve a replica: one that offers no role may serve any."""
+    return role is ReplicaRole.BOTH or offered in ("", role)
+
+
+def _is_for_none(replicas: Iterable[Replica], worker: JoinedWorker) -> bool:
+    """Whether a worker may serve none of these replicas, which wait for one."""
+    return not any(_is_for(replica.role, worker.offer.role) for replica in replicas)

@@ -11,17 +11,20 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from servekit.engine.engine_core import EngineCore
+from servekit.engine.engine_core import KEYS_PER_COMMAND, EngineCore
 from servekit.engine.replica import Replica
 from servekit.engine.request_registry import RequestRegistry
 from servekit.observability.metrics import SchedulerStats
-from servekit.routing.hand_over import find_hand_overs
+from servekit.protocol.messages import MAX_FETCHED_KEYS, BlocksFetched, FetchBlocks
+from servekit.routing.block_fetches import BlockFetches, Fetch
+from servekit.routing.hand_over import can_move, find_hand_overs
 from servekit.routing.router import Router
 from servekit.routing.service_exchange import ServiceExchange
 from servekit.scheduler.commands import AddSequence, AnnounceBlocks, Finish, Withdraw
 from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.queued_work import CombinedWork, QueuedCounts
 from servekit.scheduler.scheduler_config import SchedulerConfig
+from servekit.scheduler.workload_manager import WorkloadManager
 
 log = logging.getLogger("servekit")
 
@@ -41,6 +44,7 @@ class Replicas:
         self._router = Router(block_size)
         self._service_exchange = ServiceExchange()
         self.num_handed_over = 0  # times that a decode replica went on with a sequence
+        self.fetches = BlockFetches()
 
     def add(self, replica: Replica) -> None:
         """Append a replica. It may have no core yet, until all that the server begins with have one."""
@@ -162,6 +166,7 @@ class Replicas:
         then suspects go to others after SUSPECTS_WAIT_S. Only one replica has suspects: if another one has, they go
         there. So a sequence that crashes workers does not take them down one after the other.
         """
+        self.fetches.forget_target(source.index)
         manager = source.core.manager
         suspects = set(manager.quarantine.sequence_ids)
         others = [replica for replica in self.all if replica is not source and not replica.is_vacated]
@@ -218,13 +223,55 @@ class Replicas:
             for replica in self.all
             if replica.role is ReplicaRole.DECODE and replica.takes_sequences
         }
+        if source.is_joined:
+            self._hand_over_by_network(source, targets)
+            return
         for hand_over in find_hand_overs(source.core.manager, targets):
             target = self.all[hand_over.target_id]
             if hand_over.keys:
                 target.core.apply(AnnounceBlocks(hand_over.keys))
-            for command in source.core.apply(Withdraw((hand_over.sequence_id,), is_hand_over=True)):
-                self._resume(command, target)
-            self.num_handed_over += 1
+            self._move_to_decode(hand_over.sequence_id, source, target)
+
+    def _move_to_decode(self, sequence_id: int, source: Replica, target: Replica) -> None:
+        for command in source.core.apply(Withdraw((sequence_id,), is_hand_over=True)):
+            self._resume(command, target)
+        self.num_handed_over += 1
+
+    def _hand_over_by_network(self, source: Replica, targets: dict[int, WorkloadManager]) -> None:
+        """Let the agents of decode replicas fetch blocks from the source's. `fetched` moves the sequences."""
+        now_s, address = asyncio.get_running_loop().time(), source.transfer_address
+        for fetch in self.fetches.expire(now_s):
+            log.warning("%s; it stays there", _describe(fetch, "did not answer in time whether it has fetched"))
+        if not address:
+            return
+        manager = source.core.manager
+        targets = {index: each for index, each in targets.items() if self.fetches.may_begin(source.index, index, now_s)}
+        for hand_over in find_hand_overs(manager, targets, self.fetches):
+            sequence, target = manager.find(hand_over.sequence_id), self.all[hand_over.target_id]
+            assert sequence is not None
+            num_there = target.core.manager.kv_cache.prefixes.num_known(list(hand_over.keys))
+            keys = hand_over.keys[num_there : num_there + MAX_FETCHED_KEYS]
+            if not keys:
+                self._move_to_decode(hand_over.sequence_id, source, target)
+                continue
+            num_blocks = target.core.manager.kv_cache.num_blocks_at_end(sequence, 0)
+            fetch = self.fetches.begin(sequence.sequence_id, source.index, target.index, keys, num_blocks, now_s)
+            target.executor.fetch(FetchBlocks(fetch.number, address, keys))
+
+    def fetched(self, target: Replica, answer: BlocksFetched) -> None:
+        """Move a sequence to a replica whose agent has its blocks. Otherwise it stays where it is."""
+        now_s = asyncio.get_running_loop().time()
+        fetch = self.fetches.end(answer.number, target.index, answer.keys, now_s)
+        if fetch is None or not target.is_ready:
+            return
+        if answer.keys != fetch.keys:
+            log.warning("%s; it stays there for now", _describe(fetch, f"has {len(answer.keys)} of the blocks"))
+        keys = fetch.keys[: len(answer.keys)]
+        for first in range(0, len(keys), KEYS_PER_COMMAND):
+            target.core.apply(AnnounceBlocks(keys[first : first + KEYS_PER_COMMAND]))
+        source = self.all[fetch.source_id]
+        if target.takes_sequences and can_move(source.core.manager, fetch.sequence_id, target.core.manager):
+            self._move_to_decode(fetch.sequence_id, source, target)
 
     def _resume(self, command: AddSequence, target: Replica) -> None:
         """Continue a sequence that another core has forgotten."""
@@ -246,6 +293,10 @@ class Replicas:
             if command is not None:
                 core.apply(command)
             await asyncio.sleep(0)
+
+
+def _describe(fetch: Fetch, what: str) -> str:
+    return f"replica {fetch.target_id} {what} of sequence {fetch.sequence_id} from replica {fetch.source_id}"
 
 
 def _max_length(command: AddSequence) -> int:

@@ -18,6 +18,8 @@ from servekit.executor.worker_connection import Answer, Question, WorkerConnecti
 from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import (
+    BlocksFetched,
+    FetchBlocks,
     LoadModel,
     Shutdown,
     StepFailed,
@@ -39,8 +41,14 @@ class WorkerSource(Protocol):
     def stage(self) -> str:
         """What `next_worker` waits for, as text for log lines and errors."""
 
-    async def next_worker(self) -> JoinedWorker:
-        """Wait for the next worker, and return it. All have the same model and the same number of KV blocks."""
+    async def next_worker(self, accepts: Callable[[JoinedWorker], bool]) -> JoinedWorker:
+        """Wait for the next worker that the caller accepts, and return it.
+
+        All have the same model and the same number of KV blocks.
+        """
+
+    def take_worker(self, accepts: Callable[[JoinedWorker], bool]) -> JoinedWorker | None:
+        """Return the next worker that the caller accepts; None if there is none now."""
 
 
 class ModelExecutor:
@@ -65,6 +73,9 @@ class ModelExecutor:
         """
         self.ready: WorkerReady | None = None  # what the first worker reported; its replacements must report the same
         self.host = ""  # machine of a worker that joined, by its own report; empty for child processes
+        self.offered_role = ""  # prefill or decode, if a worker that joined is for that only
+        self.accepts: Callable[[JoinedWorker], bool] = lambda _: True  # whether a worker that joins may serve here
+        self.on_fetched: Callable[[BlocksFetched], None] = lambda _: None  # gets what a worker's agent has fetched
         self._config = config
         self._on_loss = on_loss
         self._on_leaving = on_leaving
@@ -125,7 +136,7 @@ class ModelExecutor:
         Raises ConfigError, WorkerLost or WorkerTimeout.
         """
         if self._source is not None:
-            worker = await self._source.next_worker()
+            worker = await self._source.next_worker(self.accepts)
             self.adopt(worker)
             return worker.ready
         self._in_flight.clear()
@@ -171,9 +182,10 @@ class ModelExecutor:
         assert self._worker is None
         self._in_flight.clear()
         self.ready, self._worker, self._is_ready = worker.ready, worker.connection, True
-        self.host = worker.offer.host
+        self.host, self.offered_role = worker.offer.host, worker.offer.role
         self._ready_s = asyncio.get_running_loop().time()
         worker.connection.on_loss, worker.connection.on_leaving = self._on_loss, self._on_leaving
+        worker.connection.on_fetched = self.on_fetched
 
     def _start_rank(self, rank: int, on_loss: Callable[[], None]) -> WorkerConnection:
         arguments = ["--log-level", self._config.log_level, "--log-format", self._config.log_format]
@@ -187,6 +199,11 @@ class ModelExecutor:
         # A step that loads blocks takes as long as the disk needs for them.
         self._in_flight[plan.epoch, plan.step_id] = 0 if plan.loads else plan.num_tokens
         self._worker.send(plan.pack_grammars())
+
+    def fetch(self, request: FetchBlocks) -> None:
+        """Ask the agent of a worker that joined to fetch blocks. Does not wait; `on_fetched` gets its answer."""
+        assert isinstance(self._worker, WorkerConnection)
+        self._worker.send_payload(self._worker.encode(request))
 
     async def receive(self) -> StepResult | StepFailed:
         """The next result, normally of the oldest step in flight. Raises WorkerLost or WorkerTimeout.
@@ -236,7 +253,7 @@ class ModelExecutor:
         if self._source is not None:
             await self._worker.end()
             self._worker = None
-            self.adopt(await self._source.next_worker())
+            self.adopt(await self._source.next_worker(self.accepts))
             return
         assert self._model is not None
         if asyncio.get_running_loop().time() - self._ready_s > STABLE_AFTER_S:
@@ -314,6 +331,7 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
             "--kv-offload-memory-bytes needs the prefix cache, whose blocks it keeps; leave out "
             "--no-enable-prefix-caching"
         )
+    hands_over_by_network = config.prefill_replicas is not None and config.lets_workers_join
     return LoadModel(
         model_path=config.model if is_simulated(config.model) else path,
         dtype=config.dtype,
@@ -339,4 +357,5 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
         kv_offload_memory_bytes=config.kv_offload_memory_bytes or 0,
         kv_offload_dir=config.kv_offload_dir or "",
         kv_offload_disk_bytes=config.kv_offload_disk_bytes,
+        kv_transfer_bytes=config.kv_transfer_memory_bytes if hands_over_by_network else 0,
     )

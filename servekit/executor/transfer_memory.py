@@ -1,4 +1,6 @@
-"""Hold the memory through which prefill workers hand KV blocks over to decode workers.
+"""Hold the memory through which prefill workers hand KV blocks over to decode workers on the same machine.
+
+Workers that join have such memory from their agents, which carry the blocks over the network.
 
 It is the server's, because it has to outlive workers: a worker that is started again finds what the lost one has sent.
 It consists of open files without names, so nothing is left behind when the server is killed.
@@ -17,7 +19,7 @@ from servekit.scheduler.kv_connector import ReplicaRole
 
 
 def replica_role(config: ServeConfig, index: int) -> ReplicaRole:
-    """Return the role of a replica: the first ones are for prefill."""
+    """Return the role of a replica whose workers the server starts: the first ones are for prefill."""
     if not config.prefill_replicas:
         return ReplicaRole.BOTH
     return ReplicaRole.PREFILL if index < config.prefill_replicas else ReplicaRole.DECODE
@@ -38,6 +40,8 @@ class TransferMemory:
         if not config.prefill_replicas:
             return
         _check(config)
+        if config.lets_workers_join:
+            return
         fds: list[int] = []
         try:
             num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -74,10 +78,10 @@ def _check(config: ServeConfig) -> None:
     """Raise ConfigError for settings with which nothing can be handed over."""
     what = f"prefill_replicas = {config.prefill_replicas} (--prefill-replicas)"
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    if config.lets_workers_join:
+    if config.lets_workers_join and config.starts_workers:
         raise ConfigError(
-            f"{what} is for workers that the server starts itself on this machine; leave out --listen-workers and "
-            "--placement"
+            f"{what} works with workers that the server starts itself, or with workers that join, and not with both: "
+            "leave out --data-parallel-size and --devices, or --listen-workers"
         )
     if not config.enable_prefix_caching:
         raise ConfigError(
@@ -85,6 +89,8 @@ def _check(config: ServeConfig) -> None:
         )
     if config.kv_offload_memory_bytes is not None:
         raise ConfigError(f"{what} does not work together with --kv-offload-memory-bytes yet; leave one of them out")
+    if config.lets_workers_join and config.placement == "local":
+        return  # any number of workers may join
     num_replicas = config.data_parallel_size or 1
     if config.devices is not None:
         num_replicas = len(config.devices.split(",")) // num_ranks

@@ -20,6 +20,7 @@ from servekit.protocol.frames import Bytes, FrameCodec
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import (
     HEARTBEAT_S,
+    BlocksFetched,
     BlocksListed,
     FromWorker,
     Heartbeat,
@@ -74,6 +75,7 @@ class WorkerConnection:
         self.is_leaving = False  # it has asked to be sent no more steps, and to be shut down
         self.on_loss = on_loss  # both may be replaced
         self.on_leaving: Callable[[], None] = lambda: None
+        self.on_fetched: Callable[[BlocksFetched], None] = lambda _: None
         self._stream = stream
         self._frames = frames or FrameCodec()
         self.encode = msgspec.msgpack.Encoder().encode
@@ -212,6 +214,8 @@ class WorkerConnection:
             if not self.is_leaving:
                 self.is_leaving = True
                 self.on_leaving()
+        elif isinstance(message, BlocksFetched):
+            self.on_fetched(message)
         elif isinstance(message, WorkerFailed):
             kind = ConfigError if message.is_config_error and not self._is_ready else WorkerLost
             self.mark_lost(kind(message.message), "out_of_memory" if message.is_out_of_memory else "failed")

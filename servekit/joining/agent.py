@@ -21,6 +21,7 @@ import signal
 import socket
 import ssl
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -33,9 +34,32 @@ from servekit.executor.placement import place_joining
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.local_worker import LocalWorker, start_local_worker
 from servekit.joining.socket_stream import SocketStream
-from servekit.protocol.handshake import NONCE_BYTES, NOT_SERVEKIT, HandshakeFailed, Offer, Refused, WorkerHandshake
-from servekit.protocol.messages import FromWorker, Leaving, Loading, LoadModel, ToWorker, WorkerFailed, WorkerReady
+from servekit.joining.transfer_settings import TransferSettings
+from servekit.protocol.handshake import (
+    NONCE_BYTES,
+    NOT_SERVEKIT,
+    HandshakeFailed,
+    Offer,
+    Refused,
+    Role,
+    WorkerHandshake,
+)
+from servekit.protocol.messages import (
+    FETCH_BLOCKS,
+    BlocksFetched,
+    FetchBlocks,
+    FromWorker,
+    Leaving,
+    Loading,
+    LoadModel,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
 from servekit.protocol.sealed_frames import SealedFrameCodec
+
+if TYPE_CHECKING:
+    from servekit.joining.block_exchange import BlockExchange
 
 log = logging.getLogger("servekit.worker")
 
@@ -74,6 +98,8 @@ class AgentSettings(Struct, frozen=True):
     node: str = ""  # what the server calls this machine; by default its host name
     node_of_ranks: NodeOfRanks | None = None  # if this machine has some ranks, and other machines the others
     local_rank: int = 0  # of the ranks on this machine, the one that joins
+    role: Role = ""
+    transfers: TransferSettings = TransferSettings()
 
 
 class WorkerAgent:
@@ -173,6 +199,7 @@ class _Service:
         self._frames = frames
         self._worker: LocalWorker | None = None
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._exchange: BlockExchange | None = None  # of KV blocks, where prefill and decode are apart
         self._is_used = False  # the server has sent a message after the first one
         self._failure: ConfigError | HandshakeFailed | None = None
 
@@ -199,6 +226,8 @@ class _Service:
 
     async def end(self) -> None:
         """End the worker's processes that have not exited, and the connection, when the last frames are sent."""
+        if self._exchange is not None:
+            self._exchange.close()
         if self._worker is not None:
             await self._worker.end()
         await self._stream.close()
@@ -217,6 +246,8 @@ class _Service:
                     return
                 if self._worker is None:
                     self._load(msgspec.msgpack.decode(payload, type=ToWorker))
+                elif payload.startswith(FETCH_BLOCKS):
+                    self._fetch(msgspec.msgpack.decode(payload, type=FetchBlocks))
                 elif self._is_used or not self._is_refused(msgspec.msgpack.decode(payload, type=ToWorker | Refused)):
                     self._worker.send(payload)
         except (ValueError, msgspec.DecodeError) as error:
@@ -244,9 +275,38 @@ class _Service:
         else:
             which = f"all {load.num_ranks} ranks of " if load.num_ranks > 1 else ""
         log.info("joined %s; loading %s%s on %s", self._stream.name, which, load.model_path, load.device)
+        if message.kv_transfer_bytes:
+            try:
+                load = self._exchange_blocks(load)
+            except ConfigError as error:
+                self._refuse(error)
+                return
+        ranks = f", divided among {load.num_ranks} ranks" if load.num_ranks > 1 else ""
+        log.info("joined %s; loading %s on %s%s", self._stream.name, load.model_path, load.device, ranks)
         self._worker = start_local_worker(
             load, placement, self._settings.process_arguments, self._on_worker_message, self._finish
         )
+
+    def _exchange_blocks(self, load: LoadModel) -> LoadModel:
+        """Reserve memory for KV blocks that are handed over, for a worker that loads this. Raises ConfigError."""
+        loop = asyncio.get_running_loop()
+
+        def on_fetched(answer: BlocksFetched) -> None:  # in a thread
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._to_server, msgspec.msgpack.encode(answer))
+
+        from servekit.joining.block_exchange import BlockExchange  # and numpy, which other agents do without
+
+        settings, transfers = self._settings, self._settings.transfers
+        transfers = replace(transfers, host=transfers.host or self._stream.local_host)
+        self._exchange = BlockExchange(load, settings.key, transfers, settings.tls, on_fetched)
+        return self._exchange.apply(load)
+
+    def _fetch(self, request: FetchBlocks) -> None:
+        self._is_used = True
+        if self._exchange is None:
+            raise ValueError("FetchBlocks, and the model was loaded without memory for blocks")
+        self._exchange.fetch(request)
 
     def _is_refused(self, message: ToWorker | Refused) -> bool:
         """Whether the server refuses what the worker has loaded: with its second message, or not at all."""
@@ -267,7 +327,15 @@ class _Service:
     def _on_worker_message(self, payload: bytes) -> None:
         """Pass a message on. Raises DecodeError if it is not valid."""
         if not self.is_ready:
-            self._watch_loading(msgspec.msgpack.decode(payload, type=FromWorker))
+            message = msgspec.msgpack.decode(payload, type=FromWorker)
+            if isinstance(message, WorkerReady) and self._exchange is not None:
+                try:
+                    message = replace(message, transfer_address=self._exchange.open())
+                except ConfigError as error:
+                    self._refuse(error)
+                    return
+                payload = msgspec.msgpack.encode(message)
+            self._watch_loading(message)
         self._to_server(payload)
 
     def _watch_loading(self, message: FromWorker) -> None:
@@ -317,6 +385,7 @@ def _offer(settings: AgentSettings) -> Offer:
         rank=ranks.rank(settings.local_rank),
         num_ranks=ranks.num_ranks,
     )
+    return Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid(), settings.role)
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:

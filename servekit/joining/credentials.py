@@ -37,20 +37,25 @@ def read_key(path: str, setting: str) -> bytes:
     return key
 
 
-def server_tls(certificate: str | None, private_key: str | None) -> ssl.SSLContext | None:
-    """Return the server's TLS settings; None without a certificate. Raises ConfigError."""
+def server_tls(
+    certificate: str | None,
+    private_key: str | None,
+    certificate_setting: str = "worker_tls_cert",
+    key_setting: str = "worker_tls_key",
+) -> ssl.SSLContext | None:
+    """Return the TLS settings of a side that listens; None without a certificate. Raises ConfigError."""
     if certificate is None and private_key is None:
         return None
     if certificate is None or private_key is None:
-        raise ConfigError("worker_tls_cert and worker_tls_key belong together; set both, or none")
+        raise ConfigError(f"{certificate_setting} and {key_setting} belong together; set both, or none")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_cert_chain(certificate, private_key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"worker_tls_cert = {certificate!r}, worker_tls_key = {private_key!r}: no certificate with its private key "
-            f"in PEM format ({error.strerror or error})"
+            f"{certificate_setting} = {certificate!r}, {key_setting} = {private_key!r}: no certificate with its "
+            f"private key in PEM format ({error.strerror or error})"
         ) from None
     return context
 

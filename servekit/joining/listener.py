@@ -319,7 +319,15 @@ def _mismatch(ready: WorkerReady, first: WorkerReady | None) -> str | None:
     """Return why a worker that has loaded a model cannot be used; None if it can."""
     if not 1 <= ready.num_blocks <= MAX_BLOCKS:
         return f"it reports {ready.num_blocks} KV blocks; 1 to {MAX_BLOCKS} can be used"
-    return None if first is None else ready.difference(first)
+    if first is None:
+        return None
+    if ready.kv_layout != first.kv_layout:
+        return (
+            f"it stores keys and values in another layout ({ready.device:.100}, {ready.attention:.100}) than other "
+            f"workers ({first.device:.100}, {first.attention:.100}), and they cannot be handed over; use devices of "
+            "one kind, or leave out --prefill-replicas"
+        )
+    return ready.difference(first)
 
 
 def _worker_name(offer: Offer) -> str:

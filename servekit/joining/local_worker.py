@@ -51,6 +51,7 @@ def start_local_worker(
     """Start one process for each part of the model, with these command line arguments, and let them load it.
 
     Where the ranks are on several machines, `load` is for one of them, and there is one process. Raises OSError.
+    They inherit the open files that `load` names. Raises OSError.
     """
     if load.num_ranks > 1 and load.local_rank is None:
         return LocalGroup(load, placement, arguments, on_message, on_end)
@@ -67,6 +68,8 @@ class LocalProcess:
         self._sent, self._received = FrameCodec(), FrameCodec()
         rank = load.local_rank or 0
         self._process = WorkerProcess([*arguments, *placement.arguments(rank)], placement.environment(rank))
+        arguments = [*arguments, *placement.arguments(0)]
+        self._process = WorkerProcess(arguments, placement.environment(0), load.kv_transfer_fds)
         self._process.start(self._on_bytes, lambda what: on_end(f"the worker process {what}"))
         self.send(msgspec.msgpack.encode(load))
 
@@ -99,7 +102,8 @@ class LocalGroup:
         loop = asyncio.get_running_loop()
 
         def start_rank(rank: int, on_rank_lost: Callable[[], None]) -> WorkerConnection:
-            process = WorkerProcess([*arguments, *placement.arguments(rank)], placement.environment(rank))
+            of_rank = [*arguments, *placement.arguments(rank)]
+            process = WorkerProcess(of_rank, placement.environment(rank), load.kv_transfer_fds)
             return WorkerConnection(process, load.heartbeat_timeout_s, on_rank_lost)
 
         def on_loss() -> None:  # a rank that cannot be started is reported before there is a group

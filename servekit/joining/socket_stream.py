@@ -36,7 +36,13 @@ class SocketStream:
         self._ended = asyncio.Event()
         self._is_stopped = False
         self._reading: asyncio.Task[None] | None = None
-        _limit_silence(writer.get_extra_info("socket"))
+        limit_silence(writer.get_extra_info("socket"))
+
+    @property
+    def local_host(self) -> str:
+        """This machine's address on the way to the peer; on a Unix socket, of this machine for itself."""
+        name = self._writer.get_extra_info("sockname")
+        return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
 
     # -- the handshake ------------------------------------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class SocketStream:
             self._on_end(what)
 
 
-def _limit_silence(connected: socket.socket | None) -> None:
+def limit_silence(connected: socket.socket | None) -> None:
     """Set TCP options so that the kernel ends a connection whose peer acknowledges nothing."""
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):  # some kernels and sandboxes lack them; heartbeats detect losses, too

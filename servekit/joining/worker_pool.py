@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,8 @@ from servekit.protocol.handshake import Offer, Reason
 from servekit.protocol.messages import LoadModel, WorkerReady
 
 log = logging.getLogger("servekit")
+
+GROUP_BYTES = 16  # of the random name of the workers that hand KV blocks over to each other
 
 
 class WorkerPool:
@@ -57,7 +60,8 @@ class WorkerPool:
         settings = listener_settings(self._config)
         if settings is None:
             raise ConfigError("workers join only if listen_workers is set")
-        self._load = load
+        group = secrets.token_bytes(GROUP_BYTES) if load.kv_transfer_bytes else b""
+        self._load = replace(load, kv_transfer_group=group)
         self._listener = WorkerListener(settings, self)
         self._listener.start()
         if self._config.placement != "local":
@@ -92,18 +96,28 @@ class WorkerPool:
         if self._placer is not None:
             await self._placer.stop()
 
-    async def next_worker(self) -> JoinedWorker:
-        """Wait for a worker, and return the one that has waited longest. Raises ConfigError if none can join."""
+    async def next_worker(self, accepts: Callable[[JoinedWorker], bool] = lambda _: True) -> JoinedWorker:
+        """Wait for a worker that the caller accepts, and return the one that has waited longest.
+
+        Raises ConfigError if none can join.
+        """
         self._num_wanted += 1
         try:
-            while not self._idle:
+            while (worker := self.take_worker(accepts)) is None:
                 if self._failure is not None:
                     raise self._failure
                 self._has_idle.clear()
                 await self._has_idle.wait()
         finally:
             self._num_wanted -= 1
-        worker = self._idle.pop(0)
+        return worker
+
+    def take_worker(self, accepts: Callable[[JoinedWorker], bool]) -> JoinedWorker | None:
+        """Return the worker that has waited longest, of those that the caller accepts; None if there is none."""
+        worker = next((worker for worker in self._idle if accepts(worker)), None)
+        if worker is None:
+            return None
+        self._idle.remove(worker)
         log.info("worker %s serves from now on; %d more are ready", worker.connection.name, len(self._idle))
         return worker
 

@@ -21,8 +21,8 @@ from servekit.errors import ServekitError, WorkerLost
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.latency.latency_predictor import LatencyPredictor
-from servekit.protocol.handshake import Offer
-from servekit.protocol.messages import ModelInfo, WorkerReady
+from servekit.protocol.handshake import Offer, Role
+from servekit.protocol.messages import FetchBlocks, ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish, Plan, Restart
 from servekit.scheduler.kv_connector import ReplicaRole
@@ -40,6 +40,10 @@ class Executor:
     is_ready, is_leaving, cause, stage = True, False, "ended", "serving"
     ready, host, worker_name = READY, "", "process 7"
     num_failing_starts = 0
+
+    def __init__(self) -> None:
+        self.requests: list[FetchBlocks] = []
+        self.fetch = self.requests.append
 
     async def start_again(self) -> None:
         if self.num_failing_starts:
@@ -94,16 +98,29 @@ class Source:
     stage = "waiting for a worker to join"
 
     def __init__(self) -> None:
-        self.workers: asyncio.Queue[JoinedWorker] = asyncio.Queue()
-        self.next_worker = self.workers.get
+        self.workers: list[JoinedWorker] = []
+        self._has_worker = asyncio.Event()
 
-    def join(self, host: str = "gpu-7") -> None:
-        self.workers.put_nowait(joined_worker(host))
+    async def next_worker(self, accepts: Callable[[JoinedWorker], bool]) -> JoinedWorker:
+        while (worker := self.take_worker(accepts)) is None:
+            self._has_worker.clear()
+            await self._has_worker.wait()
+        return worker
+
+    def take_worker(self, accepts: Callable[[JoinedWorker], bool]) -> JoinedWorker | None:
+        worker = next((worker for worker in self.workers if accepts(worker)), None)
+        if worker is not None:
+            self.workers.remove(worker)
+        return worker
+
+    def join(self, host: str = "gpu-7", role: Role = "") -> None:
+        self.workers.append(joined_worker(host, role))
+        self._has_worker.set()
 
 
-def joined_worker(host: str = "gpu-7") -> JoinedWorker:
+def joined_worker(host: str = "gpu-7", role: Role = "") -> JoinedWorker:
     connection = WorkerConnection(cast(Any, JoinedStream()), 10.0, lambda: None)
-    return JoinedWorker(connection, Offer(host, "cuda:1", ""), READY)
+    return JoinedWorker(connection, Offer(host, "cuda:1", "", role=role), READY)
 
 
 class Output:

@@ -15,6 +15,7 @@ from servekit.engine.engine_core import EngineCore
 from servekit.engine.replica import Replica
 from servekit.errors import ConfigError, ContextTooLong, WorkerLost, WorkerNotReady
 from servekit.executor.step_timeout import vacated_backoff_s
+from servekit.protocol.handshake import Role
 from servekit.protocol.messages import LoadModel, WorkerReady
 from tests.support.replicas import READY, Core, Executor, Fleet, Source, joined_worker
 from tests.support.scheduler import make_manager
@@ -173,6 +174,29 @@ async def test_workers_that_join_serve_beside_the_servers_own() -> None:
         source.join("gpu-10")
         await fleet.wait_until(lambda: len(fleet.replicas.all) == 5)
         assert own.state == "vacated" and joined.state == "ready"
+
+
+async def test_workers_that_join_are_for_prefill_or_decode_as_they_say_or_as_is_needed() -> None:
+    source = Source()
+    fleet = Fleet(64, source=source, listen_workers="unix:/nowhere")
+    fleet.supervisor._config = replace(fleet.supervisor._config, prefill_replicas=1)
+    async with fleet.serving():
+        for number, role in enumerate(("", "", "prefill", "decode"), start=1):
+            source.join(f"gpu-{number}", cast(Role, role))
+            await fleet.wait_until(lambda number=number: len(fleet.replicas.all) == 1 + number)
+        joined = fleet.replicas.all[1:]
+        assert [each.role.value for each in joined] == ["prefill", "decode", "prefill", "decode"]
+
+        joined[0].executor._is_ready = False  # it waits for another worker
+        await fleet.supervisor.core_lost(joined[0].core, WorkerLost("killed"))
+        source.join("gpu-5", "prefill")
+        source.join("gpu-6")
+        source.join("gpu-7", "decode")
+        await fleet.wait_until(lambda: len(fleet.replicas.all) == 6)
+        assert fleet.replicas.all[5].executor.host == "gpu-7", "no replica waits for this one"
+        assert [worker.offer.host for worker in source.workers] == ["gpu-5", "gpu-6"]
+        assert all(map(joined[0].executor.accepts, source.workers))
+        assert not joined[0].executor.accepts(joined_worker(role="decode"))
 
 
 async def test_a_worker_that_joins_takes_the_place_of_one_that_left() -> None:

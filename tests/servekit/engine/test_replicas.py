@@ -8,13 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from servekit.protocol.messages import StepResult
+from servekit.protocol.messages import BlocksFetched, StepResult
+from servekit.routing import block_fetches
 from servekit.routing.router import Router
 from servekit.routing.service_exchange import ServiceExchange
-from servekit.scheduler.commands import Commit, Finish, Plan
+from servekit.scheduler.commands import AnnounceBlocks, Commit, Finish, Plan
 from servekit.scheduler.sequence import FinishReason
-from tests.support.replicas import Fleet
+from tests.support.replicas import BLOCK_SIZE, READY, Fleet
 
 
 def test_answers_to_one_prompt_go_to_one_replica_and_prompts_are_spread() -> None:
@@ -230,4 +232,112 @@ async def test_without_replicas_of_one_kind_the_other_kind_does_everything() -> 
     compute_first_tokens(fleet, 0)
     fleet.supervisor.hand_over(fleet.replicas.all[0].core)
     assert fleet.ids() == [[0, 1, 2], []], "no decode replica takes sequences"
+    await fleet.supervisor.stop(graceful=False)
+
+
+def far_fleet() -> tuple[Fleet, list[Any]]:
+    """A prefill and a decode replica, whose workers joined on machines of their own; and their executors."""
+    fleet = Fleet(64, 64, prefill_replicas=1)
+    for replica in fleet.replicas.all:
+        replica.placement = None
+        replica.executor.ready = replace(READY, transfer_address=f"tcp://10.0.0.{replica.index}:8101")
+    return fleet, [replica.executor for replica in fleet.replicas.all]
+
+
+async def test_a_sequence_moves_to_another_machine_when_its_blocks_have_come() -> None:
+    fleet, executors = far_fleet()
+    prefill, decode = fleet.replicas.all
+    fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(prefill.core)
+    (request,) = executors[1].requests
+    assert request.address == "tcp://10.0.0.0:8101" and len(request.keys) == 21 // BLOCK_SIZE
+    fleet.supervisor.hand_over(prefill.core)
+    assert len(executors[1].requests) == 1 and fleet.ids() == [[0], []], "it goes on meanwhile"
+    fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys))
+    assert fleet.ids() == [[], [0]] and fleet.replicas.num_handed_over == 1
+    assert decode.core.manager.kv_connector.num_keys == len(request.keys)
+    fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys))
+    assert fleet.ids() == [[], [0]], "a repeated answer changes nothing"
+    await fleet.supervisor.stop(graceful=False)
+
+
+async def test_a_prompt_that_is_there_already_is_not_fetched_again() -> None:
+    fleet, executors = far_fleet()
+    prefill, decode = fleet.replicas.all
+    fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    sequence = prefill.core.manager.find(0)
+    assert sequence is not None
+    decode.core.apply(AnnounceBlocks(tuple(sequence.kv.hashes)))
+    fleet.supervisor.hand_over(prefill.core)
+    assert fleet.ids() == [[], [0]] and not executors[1].requests
+    await fleet.supervisor.stop(graceful=False)
+
+
+@pytest.mark.parametrize("num_come", [0, 2])
+async def test_after_a_failed_transfer_a_sequence_stays_and_only_what_is_missing_is_fetched_later(
+    num_come: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, executors = far_fleet()
+    prefill, decode = fleet.replicas.all
+    fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(prefill.core)
+    (request,) = executors[1].requests
+    fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys[:num_come]))
+    assert fleet.ids() == [[0], []] and f"has {num_come} of the blocks" in caplog.text
+    assert fleet.replicas.fetches.num_failed == 1
+    fleet.supervisor.hand_over(prefill.core)
+    assert len(executors[1].requests) == 1, "not at once"
+    fleet.replicas.fetches._pauses.clear()
+    fleet.supervisor.hand_over(prefill.core)
+    assert executors[1].requests[1].keys == request.keys[num_come:]
+    fleet.replicas.fetched(decode, BlocksFetched(2, request.keys[num_come:]))
+    assert fleet.ids() == [[], [0]]
+    await fleet.supervisor.stop(graceful=False)
+
+
+async def test_a_sequence_that_ended_or_whose_target_was_lost_meanwhile_does_not_move() -> None:
+    fleet, executors = far_fleet()
+    prefill, decode = fleet.replicas.all
+    for _ in range(2):
+        fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(prefill.core)
+    first, second = executors[1].requests
+    fleet.replicas.finish([Finish(0, FinishReason.ABORT)])
+    fleet.replicas.fetched(decode, BlocksFetched(first.number, first.keys))
+    assert fleet.ids() == [[1], []]
+    executors[1].is_ready = False
+    fleet.replicas.fetched(decode, BlocksFetched(second.number, second.keys))
+    assert fleet.ids() == [[1], []]
+    await fleet.supervisor.stop(graceful=False)
+
+
+async def test_a_target_that_does_not_answer_is_given_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_fetches, "FETCH_TIMEOUT_S", 0.0)
+    fleet, executors = far_fleet()
+    prefill, decode = fleet.replicas.all
+    fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    for _ in range(2):
+        fleet.supervisor.hand_over(prefill.core)
+    (request,) = executors[1].requests
+    assert "replica 1 did not answer in time" in caplog.text and fleet.replicas.fetches.num_failed == 1
+    fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys))
+    assert fleet.ids() == [[0], []], "too late"
+    await fleet.supervisor.stop(graceful=False)
+
+
+async def test_a_replica_whose_blocks_others_cannot_reach_decodes_itself() -> None:
+    fleet, executors = far_fleet()
+    prefill = fleet.replicas.all[0]
+    executors[0].ready = READY
+    fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(prefill.core)
+    assert not executors[1].requests and fleet.ids() == [[0], []]
     await fleet.supervisor.stop(graceful=False)

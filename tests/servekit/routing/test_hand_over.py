@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.routing.hand_over import HandOver, find_hand_overs
+from servekit.routing.block_fetches import BlockFetches
+from servekit.routing.hand_over import HandOver, can_move, find_hand_overs
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -165,3 +166,76 @@ def test_what_others_can_load_already_is_not_sent_again() -> None:
     add_prompt(prefill.manager, 2, make_prompt(0, 17), LONG)
     prefill.step()
     assert prefill.manager.kv_connector.num_sent_blocks == sent + 4, "what was overwritten is sent once more"
+
+
+# -- between machines --------------------------------------------------------------------------------------------------
+
+
+def begin(fetches: BlockFetches, hand_over: HandOver, num_blocks: int = 1) -> None:
+    fetches.begin(hand_over.sequence_id, 9, hand_over.target_id, hand_over.keys, num_blocks, 0.0)
+
+
+def test_a_sequence_whose_blocks_are_on_the_way_is_not_chosen_again_and_its_room_is_kept() -> None:
+    prefill, fetches = Prefill(), BlockFetches()
+    prefill.add(0)
+    prefill.add(1)
+    for _ in range(3):
+        prefill.step()
+    targets = {0: make_decode(num_blocks=15)}
+    first = next(find_hand_overs(prefill.manager, targets, fetches))
+    begin(fetches, first, num_blocks=5)
+    assert list(find_hand_overs(prefill.manager, targets, fetches)) == [], "there are not enough blocks for both"
+    targets = {0: make_decode(max_num_seqs=1)}
+    assert list(find_hand_overs(prefill.manager, targets, fetches)) == [], "nor a slot"
+    (second,) = find_hand_overs(prefill.manager, {0: make_decode()}, fetches)
+    assert {first.sequence_id, second.sequence_id} == {0, 1}
+
+
+def test_a_fork_waits_for_the_blocks_of_its_leader() -> None:
+    prefill, fetches = Prefill(), BlockFetches()
+    prefill.add(0)
+    prefill.manager.apply(
+        AddSequence(sequence_id=1, prompt_token_ids=make_prompt(0, 17), sampling=LONG, leader_id=0, arrival_s=0.0)
+    )
+    prefill.step()
+    prefill.step()
+    targets = {0: make_decode()}
+    first = next(find_hand_overs(prefill.manager, targets, fetches))
+    assert first.sequence_id == 0
+    begin(fetches, first)
+    assert list(find_hand_overs(prefill.manager, targets, fetches)) == []
+    fetches.forget_target(0)
+    assert [each.sequence_id for each in find_hand_overs(prefill.manager, targets, fetches)] == [0, 1]
+
+
+def test_a_sequence_moves_when_enough_of_its_blocks_have_come() -> None:
+    prefill, target = Prefill(), make_decode()
+    prefill.add(0)
+    prefill.step()
+    (hand_over,) = choose(prefill, target)
+    assert not can_move(prefill.manager, 0, target), "none has come"
+    target.kv_connector.announce(hand_over.keys[:1])
+    assert not can_move(prefill.manager, 0, target), "three would be computed again"
+    target.kv_connector.announce(hand_over.keys[:2])
+    assert can_move(prefill.manager, 0, target)
+    for _ in range(5):  # it has gone on meanwhile
+        prefill.step()
+    assert not can_move(prefill.manager, 0, target)
+    target.kv_connector.announce(hand_over.keys)
+    assert can_move(prefill.manager, 0, target)
+    assert not can_move(prefill.manager, 1, target), "there is no such sequence any more"
+    small = make_decode(num_blocks=10)
+    small.kv_connector.announce(hand_over.keys)
+    assert not can_move(prefill.manager, 0, small), "it could not even run alone there"
+
+
+def test_while_a_crash_is_suspected_nothing_moves() -> None:
+    prefill, target = Prefill(), make_decode()
+    prefill.add(0)
+    prefill.step()
+    (hand_over,) = choose(prefill, target)
+    target.kv_connector.announce(hand_over.keys)
+    for _ in range(2):
+        assert can_move(prefill.manager, 0, target) and prefill.manager.plan(0.0) is not None
+        prefill.manager.restart()
+    assert prefill.manager.quarantine and not can_move(prefill.manager, 0, target)

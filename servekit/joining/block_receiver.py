@@ -1,0 +1,219 @@
+"""Fetch KV blocks from the agents of other workers into memory that this agent's worker reads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from servekit import __version__
+from servekit.joining.address import TcpAddress, parse_address
+from servekit.joining.socket_stream import limit_silence
+from servekit.joining.transfer_socket import TransferSocket
+from servekit.protocol.block_ring import BlockRing
+from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, Offer, WorkerHandshake
+from servekit.protocol.kv_transfer import (
+    BlockLayout,
+    BlocksFound,
+    RequestBlocks,
+    bytes_of_block,
+    max_frame_bytes,
+    num_keys_at_once,
+)
+from servekit.protocol.messages import BlocksFetched, FetchBlocks, Key
+
+log = logging.getLogger("servekit.worker")
+
+MAX_PEERS = 64  # each has a thread
+MAX_QUEUED = 16  # fetches from one peer; the server asks for four at a time
+CONNECT_TIMEOUT_S = 5.0  # to connect and to authenticate
+STALL_TIMEOUT_S = 3.0  # for one batch of blocks
+FETCH_TIMEOUT_S = 10.0  # for all blocks of a sequence
+NETWORK_ERRORS = (OSError, EOFError, ValueError, msgspec.DecodeError)
+IDLE_TIMEOUT_S = 300.0  # after which the connection to a peer that is not asked is closed
+
+
+class BlockReceiver:
+    """Fetches blocks, in a thread for each peer: so one that stalls delays no other one, and no step."""
+
+    def __init__(
+        self,
+        rings: Sequence[BlockRing],
+        key: bytes,
+        tls: ssl.SSLContext | None,
+        on_fetched: Callable[[BlocksFetched], None],
+    ) -> None:
+        """`rings` has one for each rank, for the blocks that come. `on_fetched` is called in a thread."""
+        self._rings = list(rings)
+        self._layouts = tuple(BlockLayout(ring.layout, ring.block_bytes) for ring in rings)
+        self._key = key
+        self._tls = tls
+        self._on_fetched = on_fetched
+        self._lock = threading.Lock()  # of the rings, and of all that follows
+        self._queues: dict[str, queue.Queue[FetchBlocks | None]] = {}  # by the address of the peer
+        self._connections: dict[str, TransferSocket] = {}
+        self._is_closed = False
+
+    def fetch(self, request: FetchBlocks) -> None:
+        """Begin to fetch blocks. Does not wait; `on_fetched` gets those that came, perhaps none."""
+        with self._lock:
+            waiting = None if self._is_closed else self._queues.get(request.address)
+            if waiting is None and len(self._queues) < MAX_PEERS and not self._is_closed:
+                waiting = self._queues[request.address] = queue.Queue(MAX_QUEUED)
+                name = f"fetches from {request.address}"
+                threading.Thread(target=self._run, args=(request.address, waiting), name=name, daemon=True).start()
+            if waiting is not None:
+                with contextlib.suppress(queue.Full):
+                    waiting.put_nowait(request)
+                    return
+        self._on_fetched(BlocksFetched(request.number))
+
+    def close(self) -> None:
+        """End all threads, whatever they wait for."""
+        with self._lock:
+            self._is_closed = True
+            for waiting in self._queues.values():
+                with contextlib.suppress(queue.Full):
+                    waiting.put_nowait(None)
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.close()
+
+    # -- in the thread of a peer --------------------------------------------------------------------------------------
+
+    def _run(self, address: str, waiting: queue.Queue[FetchBlocks | None]) -> None:
+        try:
+            while (request := self._next(address, waiting)) is not None:
+                self._answer(address, request, waiting)
+        finally:
+            self._disconnect(address)
+
+    def _next(self, address: str, waiting: queue.Queue[FetchBlocks | None]) -> FetchBlocks | None:
+        """Return the next request of a peer; None if there is none for a while, or after `close`."""
+        try:
+            request = waiting.get(timeout=IDLE_TIMEOUT_S)
+        except queue.Empty:
+            request = None
+        with self._lock:
+            if request is None and not waiting.empty() and not self._is_closed:  # it has come just now
+                request = waiting.get_nowait()
+            if request is None or self._is_closed:
+                self._queues.pop(address, None)
+                return None
+        return request
+
+    def _answer(self, address: str, request: FetchBlocks, waiting: queue.Queue[FetchBlocks | None]) -> None:
+        """Fetch blocks, and report those that came. After a failure, what waits is reported as failed, too."""
+        fetched: list[Key] = []
+        try:
+            self._fetch(address, request.keys, fetched)
+        except Exception as error:
+            self._disconnect(address)
+            is_expected = isinstance(error, (*NETWORK_ERRORS, HandshakeFailed))  # another one is a bug in servekit
+            what = str(error) or type(error).__name__
+            log.warning("KV blocks of %s did not come: %s", address, what, exc_info=None if is_expected else error)
+            with contextlib.suppress(queue.Empty):
+                while (other := waiting.get_nowait()) is not None:
+                    self._on_fetched(BlocksFetched(other.number))
+                waiting.put_nowait(None)
+        self._on_fetched(BlocksFetched(request.number, tuple(fetched)))
+
+    def _fetch(self, address: str, wanted: Sequence[Key], fetched: list[Key]) -> None:
+        """Append the keys of blocks that are there to `fetched`, up to the first one that is missing.
+
+        Raises OSError, EOFError, ValueError or HandshakeFailed when the connection cannot be used any more.
+        """
+        ends_s = time.monotonic() + FETCH_TIMEOUT_S
+        num_at_once = min(num_keys_at_once(self._layouts), *(ring.max_append for ring in self._rings))
+        for first in range(0, len(wanted), num_at_once):
+            keys = wanted[first : first + num_at_once]
+            missing = self._missing(keys)
+            if missing:
+                connection = self._connections.get(address) or self._connect(address)
+                here = {*keys} - {*missing} | {*self._receive(connection, missing, ends_s)}
+                num_here = [*map(here.__contains__, keys), False].index(False)
+                fetched += keys[:num_here]
+                if num_here < len(keys):
+                    return  # the next blocks are of no use without this one
+            else:
+                fetched += keys
+
+    def _missing(self, keys: Sequence[Key]) -> list[Key]:
+        """Return the keys whose blocks are not here in all ranks."""
+        with self._lock:
+            return [key for key in keys if not all(key in ring for ring in self._rings)]
+
+    def _receive(self, connection: TransferSocket, keys: Sequence[Key], ends_s: float) -> tuple[Key, ...]:
+        """Ask for blocks, keep those that come, and return their keys."""
+        ends_s = min(ends_s, time.monotonic() + STALL_TIMEOUT_S)
+        connection.send(msgspec.msgpack.encode(RequestBlocks(self._layouts, tuple(keys))), ends_s)
+        found = msgspec.msgpack.decode(connection.receive(ends_s), type=BlocksFound)
+        if found.refusal:
+            raise ValueError(found.refusal)
+        if not {*found.keys} <= {*keys} or len({*found.keys}) < len(found.keys):
+            raise ValueError("blocks that were not asked for")
+        if found.keys:
+            self._keep(found.keys, connection.receive(ends_s))
+        return found.keys
+
+    def _keep(self, keys: Sequence[Key], data: bytes) -> None:
+        """Let the worker read blocks. Raises ValueError if they are not as many bytes."""
+        if len(data) != len(keys) * bytes_of_block(self._layouts):
+            raise ValueError(f"{len(data)} bytes for {len(keys)} blocks")
+        content, first = np.frombuffer(data, np.uint8), 0
+        with self._lock:
+            for ring in self._rings:
+                part = content[first : first + len(keys) * ring.block_bytes].reshape(len(keys), ring.block_bytes)
+                ring.rows[ring.next_rows(len(keys)), : ring.block_bytes] = part
+                ring.append(list(keys))
+                ring.refresh()
+                first += part.size
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _connect(self, address: str) -> TransferSocket:
+        """Connect to a peer, and authenticate both. Raises OSError, EOFError, ValueError or HandshakeFailed."""
+        ends_s = time.monotonic() + CONNECT_TIMEOUT_S
+        is_secured = address.startswith("tls://")
+        peer = parse_address(address.replace("tls://", "tcp://", 1), "the address for transfers")
+        assert isinstance(peer, TcpAddress)
+        if is_secured and self._tls is None:
+            raise ValueError("it uses TLS for transfers; start this worker with --tls-ca")
+        connected = socket.create_connection((peer.host, peer.port), timeout=CONNECT_TIMEOUT_S)
+        connection = TransferSocket(connected)
+        try:
+            limit_silence(connected)
+            with self._lock:
+                if self._is_closed:
+                    raise ConnectionAbortedError("the worker ends")
+                self._connections[address] = connection
+            if is_secured:
+                assert self._tls is not None
+                connection.secure(self._tls, ends_s, peer.host)
+            offer = Offer(socket.gethostname()[:100], "", __version__, pid=os.getpid())
+            handshake = WorkerHandshake(self._key, secrets.token_bytes(NONCE_BYTES), offer)
+            frame: bytes | None = handshake.hello()
+            while frame is not None:
+                connection.write_frame(frame, ends_s)
+                frame = handshake.receive(connection.read_frame(ends_s))
+            connection.seal(handshake.sealed_frames(max_frame_bytes(self._layouts)))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _disconnect(self, address: str) -> None:
+        with self._lock:
+            connection = self._connections.pop(address, None)
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,190 @@
+"""Send the KV blocks of a worker to the agents of other workers that ask for them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from servekit.joining.socket_stream import limit_silence
+from servekit.joining.transfer_socket import TransferSocket
+from servekit.protocol.block_ring import BlockRing
+from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, ServerHandshake
+from servekit.protocol.kv_transfer import (
+    MAX_REQUEST_BYTES,
+    BlockLayout,
+    BlocksFound,
+    RequestBlocks,
+    num_keys_at_once,
+)
+from servekit.protocol.messages import Key
+
+log = logging.getLogger("servekit.worker")
+
+MAX_CONNECTIONS = 64  # each has a thread
+ACCEPT_INTERVAL_S = 0.02
+HANDSHAKE_TIMEOUT_S = 10.0  # TLS included
+SEND_TIMEOUT_S = 10.0  # of one answer: a peer that does not read is disconnected
+IDLE_TIMEOUT_S = 600.0  # without a request; the peer connects again when it needs a block
+LOG_INTERVAL_S = 1.0
+BACKLOG = 16
+
+
+class BlockSender:
+    """Listens for agents that need blocks. Each connection has a thread, so a slow peer delays itself only."""
+
+    def __init__(
+        self, rings: Sequence[BlockRing], key: bytes, address: tuple[str, int], tls: ssl.SSLContext | None
+    ) -> None:
+        """`rings` has one for each rank. Raises OSError if the address cannot be used."""
+        self._rings = list(rings)
+        self._layouts = [BlockLayout(ring.layout, ring.block_bytes) for ring in rings]
+        self._key = key
+        self._tls = tls
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family, backlog=BACKLOG)
+        self._lock = threading.Lock()  # of all that follows
+        self._connections: dict[TransferSocket, bool] = {}  # the oldest first: whether each is authenticated
+        self._is_closed = False
+        self._logged_s = -LOG_INTERVAL_S
+        threading.Thread(target=self._accept, name="accepts transfers", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Stop listening, and close all connections. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for connection in connections:
+            connection.close()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connected, peer = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:  # no file descriptor is left, for example
+                    self._warn(f"a transfer could not be accepted: {error.strerror}")
+                    time.sleep(ACCEPT_INTERVAL_S)
+                continue
+            threading.Thread(target=self._handle, args=(connected, peer[0]), name="sends blocks", daemon=True).start()
+            time.sleep(ACCEPT_INTERVAL_S)
+
+    def _handle(self, connected: socket.socket, host: str) -> None:
+        """Take one connection from its first byte to its end."""
+        connection: TransferSocket | None = None
+        try:
+            limit_silence(connected)
+            connection = self._admit(connected)
+            if connection is None:
+                self._warn(f"a transfer to {host} was refused: there are {MAX_CONNECTIONS} already")
+                return
+            ends_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+            if self._tls is not None:
+                connection.secure(self._tls, ends_s)
+            self._authenticate(connection, ends_s)
+            self._serve(connection)
+        except HandshakeFailed as error:
+            self._warn(f"a transfer to {host} was refused: {error.message}")
+        except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
+            if connection is not None and not self._connections.get(connection):
+                self._warn(f"{host} is no worker of this server: {type(error).__name__}: {error}")
+            elif not self._is_closed and not isinstance(error, EOFError):
+                self._warn(f"the transfers to {host} were ended: {error}")
+        finally:
+            with self._lock:
+                if connection is not None:
+                    self._connections.pop(connection, None)
+            (connection or connected).close()
+
+    def _admit(self, connected: socket.socket) -> TransferSocket | None:
+        """Give a connection its place, if necessary that of the oldest one that is not authenticated."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            if len(self._connections) >= MAX_CONNECTIONS:
+                unknown = next((each for each, is_known in self._connections.items() if not is_known), None)
+                if unknown is None:
+                    return None
+                del self._connections[unknown]
+                unknown.close()
+            connection = TransferSocket(connected)
+            self._connections[connection] = False
+            return connection
+
+    def _authenticate(self, connection: TransferSocket, ends_s: float) -> None:
+        """Raises HandshakeFailed, OSError, EOFError or ValueError."""
+        handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_BYTES))
+        try:
+            while (answer := handshake.receive(connection.read_frame(ends_s))) is not None:
+                connection.write_frame(answer, ends_s)
+        except HandshakeFailed as error:
+            if error.answer is not None:
+                connection.write_frame(error.answer, ends_s)
+            raise
+        with self._lock:
+            if connection in self._connections:  # otherwise another one has its place
+                self._connections[connection] = True
+        connection.write_frame(handshake.accept(), ends_s)
+        connection.seal(handshake.sealed_frames(MAX_REQUEST_BYTES))
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _serve(self, connection: TransferSocket) -> None:
+        """Answer requests until the connection ends. Raises OSError, EOFError or ValueError."""
+        while True:
+            payload = connection.receive(time.monotonic() + IDLE_TIMEOUT_S)
+            request = msgspec.msgpack.decode(payload, type=RequestBlocks)
+            ends_s = time.monotonic() + SEND_TIMEOUT_S
+            if list(request.layouts) != self._layouts:
+                refusal = "it stores keys and values in another way: both need the same model, data types and devices"
+                connection.send(msgspec.msgpack.encode(BlocksFound(refusal=refusal)), ends_s)
+                continue
+            if len(request.keys) > num_keys_at_once(self._layouts):
+                raise ValueError(f"a request of {len(request.keys)} blocks at once")
+            keys, parts = self._find(request.keys)
+            connection.send(msgspec.msgpack.encode(BlocksFound(keys)), ends_s)
+            if keys:
+                connection.send(parts, ends_s)
+
+    def _find(self, wanted: Sequence[Key]) -> tuple[tuple[Key, ...], bytes]:
+        """Return those of the keys that all ranks have, and the parts of their blocks, rank by rank."""
+        with self._lock:
+            for ring in self._rings:
+                ring.refresh()
+            keys = [key for key in wanted if all(key in ring for ring in self._rings)]
+            if not keys:
+                return (), b""
+            found = [ring.read(keys) for ring in self._rings]
+        are_right = np.logical_and.reduce([is_right for _, is_right in found])
+        parts = [blocks[are_right, : ring.block_bytes] for ring, (blocks, _) in zip(self._rings, found, strict=True)]
+        right = tuple(key for key, is_right in zip(keys, are_right.tolist(), strict=True) if is_right)
+        return right, b"".join(part.tobytes() for part in parts)
+
+    def _warn(self, message: str) -> None:
+        """Log a line about a connection, at most one in a second: anyone may cause them."""
+        now_s = time.monotonic()
+        with self._lock:
+            is_due = now_s >= self._logged_s + LOG_INTERVAL_S
+            if is_due:
+                self._logged_s = now_s
+        if is_due:
+            log.warning("%s", message)

@@ -1,0 +1,101 @@
+"""Exchange frames through a connected socket, in a thread of its own. Each call has a time by which it must be done.
+
+A peer that sends one byte after the other gains nothing: the time is that of the whole call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+
+from servekit.protocol.frames import HEADER_BYTES, FrameCodec, add_header, frame_length
+from servekit.protocol.handshake import MAX_HANDSHAKE_BYTES
+
+READ_BYTES = 2**18
+
+
+class TransferSocket:
+    """One end of a connection between two agents. First single frames of a handshake, then sealed frames."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        with contextlib.suppress(OSError):  # not a TCP socket, in tests
+            # A frame is several writes: each would otherwise wait for the peer's acknowledgement of the one before it.
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._frames: FrameCodec | None = None
+        self._received: list[bytes] = []  # payloads that came together with the one before them
+        self._is_closed = False
+
+    def read_frame(self, ends_s: float) -> bytes:
+        """Return the next frame of the handshake. Raises OSError, EOFError or ValueError."""
+        length = frame_length(self._read_exactly(HEADER_BYTES, ends_s))
+        if not 0 <= length <= MAX_HANDSHAKE_BYTES:
+            raise ValueError(f"a frame of {length} bytes; the limit is {MAX_HANDSHAKE_BYTES}")
+        return self._read_exactly(length, ends_s)
+
+    def write_frame(self, frame: bytes, ends_s: float) -> None:
+        """Send a frame of the handshake. Raises OSError."""
+        self._write(add_header(frame), ends_s)
+
+    def secure(self, tls: ssl.SSLContext, ends_s: float, peer_name: str | None = None) -> None:
+        """Use TLS from now on: as the client of a peer with this name, or as the server. Raises OSError."""
+        self._limit(ends_s)
+        is_server = peer_name is None
+        self._socket = tls.wrap_socket(
+            self._socket, server_side=is_server, server_hostname=peer_name, do_handshake_on_connect=False
+        )
+        self._socket.do_handshake()
+
+    def seal(self, frames: FrameCodec) -> None:
+        """Exchange frames of this codec from now on."""
+        self._frames = frames
+
+    def send(self, payload: bytes | bytearray | memoryview, ends_s: float) -> None:
+        """Send a payload. Raises OSError."""
+        assert self._frames is not None
+        for part in self._frames.encode(payload):
+            self._write(part, ends_s)
+
+    def receive(self, ends_s: float) -> bytes:
+        """Return the next payload. Raises OSError, EOFError, or ValueError for one that was altered."""
+        assert self._frames is not None
+        while not self._received:
+            self._received = self._frames.decode(self._read(READ_BYTES, ends_s))
+        return self._received.pop(0)
+
+    def close(self) -> None:
+        """Close the connection, also while another thread waits for it: that one gets an EOFError or OSError."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read_exactly(self, num_bytes: int, ends_s: float) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            data += self._read(num_bytes - len(data), ends_s)
+        return data
+
+    def _read(self, max_bytes: int, ends_s: float) -> bytes:
+        self._limit(ends_s)
+        data = self._socket.recv(max_bytes)
+        if not data:
+            raise EOFError("the peer closed the connection")
+        return data
+
+    def _write(self, data: bytes | bytearray | memoryview, ends_s: float) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            self._limit(ends_s)
+            view = view[self._socket.send(view) :]
+
+    def _limit(self, ends_s: float) -> None:
+        """Let the next call on the socket end in time. Raises TimeoutError or OSError."""
+        left_s = ends_s - time.monotonic()
+        if self._is_closed:
+            raise ConnectionAbortedError("the connection was closed here")
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left_s)
