@@ -11,17 +11,19 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from servekit import __version__
+from servekit.errors import ServekitError
 from servekit.joining.address import TcpAddress, parse_address
 from servekit.joining.socket_stream import limit_silence
 from servekit.joining.transfer_socket import TransferSocket
 from servekit.protocol.block_ring import BlockRing
-from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, Offer, WorkerHandshake
+from servekit.protocol.handshake import NONCE_BYTES, Offer, WorkerHandshake
 from servekit.protocol.kv_transfer import (
     BlockLayout,
     BlocksFound,
@@ -35,6 +37,7 @@ from servekit.protocol.messages import BlocksFetched, FetchBlocks, Key
 log = logging.getLogger("servekit.worker")
 
 MAX_PEERS = 64  # each has a thread
+MAX_ASKED = 2  # batches: so a peer prepares the next one while this agent keeps the one before it
 MAX_QUEUED = 16  # fetches from one peer; the server asks for four at a time
 CONNECT_TIMEOUT_S = 5.0  # to connect and to authenticate
 STALL_TIMEOUT_S = 3.0  # for one batch of blocks
@@ -119,7 +122,7 @@ class BlockReceiver:
             self._fetch(address, request.keys, fetched)
         except Exception as error:
             self._disconnect(address)
-            is_expected = isinstance(error, (*NETWORK_ERRORS, HandshakeFailed))  # another one is a bug in servekit
+            is_expected = isinstance(error, (*NETWORK_ERRORS, ServekitError))  # another one is a bug in servekit
             what = str(error) or type(error).__name__
             log.warning("KV blocks of %s did not come: %s", address, what, exc_info=None if is_expected else error)
             with contextlib.suppress(queue.Empty):
@@ -131,32 +134,40 @@ class BlockReceiver:
     def _fetch(self, address: str, wanted: Sequence[Key], fetched: list[Key]) -> None:
         """Append the keys of blocks that are there to `fetched`, up to the first one that is missing.
 
-        Raises OSError, EOFError, ValueError or HandshakeFailed when the connection cannot be used any more.
+        Raises OSError, EOFError, ValueError or ServekitError when the connection cannot be used any more.
         """
         ends_s = time.monotonic() + FETCH_TIMEOUT_S
         num_at_once = min(num_keys_at_once(self._layouts), *(ring.max_append for ring in self._rings))
-        for first in range(0, len(wanted), num_at_once):
-            keys = wanted[first : first + num_at_once]
-            missing = self._missing(keys)
-            if missing:
-                connection = self._connections.get(address) or self._connect(address)
-                here = {*keys} - {*missing} | {*self._receive(connection, missing, ends_s)}
+        batches = deque(wanted[first : first + num_at_once] for first in range(0, len(wanted), num_at_once))
+        asked: deque[tuple[Sequence[Key], list[Key]]] = deque()  # (keys of a batch, those of them that are to come)
+        is_whole = True
+        while asked or batches:
+            while batches and len(asked) < MAX_ASKED:
+                keys = batches.popleft()
+                asked.append((keys, self._ask(address, keys, ends_s)))
+            keys, missing = asked.popleft()
+            came = self._receive(self._connections[address], missing, ends_s) if missing else ()
+            if is_whole:  # otherwise this batch was asked for before another one came without a block
+                here = {*keys} - {*missing} | {*came}
                 num_here = [*map(here.__contains__, keys), False].index(False)
                 fetched += keys[:num_here]
-                if num_here < len(keys):
-                    return  # the next blocks are of no use without this one
-            else:
-                fetched += keys
+                is_whole = num_here == len(keys)
+            if not is_whole:
+                batches.clear()  # the blocks after one that is missing are of no use
 
-    def _missing(self, keys: Sequence[Key]) -> list[Key]:
-        """Return the keys whose blocks are not here in all ranks."""
+    def _ask(self, address: str, keys: Sequence[Key], ends_s: float) -> list[Key]:
+        """Ask for those of the blocks that are not here in all ranks, and return their keys."""
         with self._lock:
-            return [key for key in keys if not all(key in ring for ring in self._rings)]
+            missing = [key for key in keys if not all(key in ring for ring in self._rings)]
+        if missing:
+            connection = self._connections.get(address) or self._connect(address)
+            request = msgspec.msgpack.encode(RequestBlocks(self._layouts, tuple(missing)))
+            connection.send(request, ends_s=min(ends_s, time.monotonic() + STALL_TIMEOUT_S))
+        return missing
 
     def _receive(self, connection: TransferSocket, keys: Sequence[Key], ends_s: float) -> tuple[Key, ...]:
-        """Ask for blocks, keep those that come, and return their keys."""
+        """Keep the blocks that come of those that were asked for, and return their keys."""
         ends_s = min(ends_s, time.monotonic() + STALL_TIMEOUT_S)
-        connection.send(msgspec.msgpack.encode(RequestBlocks(self._layouts, tuple(keys))), ends_s)
         found = msgspec.msgpack.decode(connection.receive(ends_s), type=BlocksFound)
         if found.refusal:
             raise ValueError(found.refusal)
@@ -182,7 +193,7 @@ class BlockReceiver:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _connect(self, address: str) -> TransferSocket:
-        """Connect to a peer, and authenticate both. Raises OSError, EOFError, ValueError or HandshakeFailed."""
+        """Connect to a peer, and authenticate both. Raises OSError, EOFError, ValueError or ServekitError."""
         ends_s = time.monotonic() + CONNECT_TIMEOUT_S
         is_secured = address.startswith("tls://")
         peer = parse_address(address.replace("tls://", "tcp://", 1), "the address for transfers")

@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 
-from servekit.protocol.frames import HEADER_BYTES, FrameCodec, add_header, frame_length
+from servekit.protocol.frames import HEADER_BYTES, Bytes, FrameCodec, add_header, frame_length
 from servekit.protocol.handshake import MAX_HANDSHAKE_BYTES
 
 READ_BYTES = 2**18
@@ -52,10 +52,10 @@ class TransferSocket:
         """Exchange frames of this codec from now on."""
         self._frames = frames
 
-    def send(self, payload: bytes | bytearray | memoryview, ends_s: float) -> None:
-        """Send a payload. Raises OSError."""
+    def send(self, *payload: Bytes, ends_s: float) -> None:
+        """Send a payload, which may be in parts. Raises OSError."""
         assert self._frames is not None
-        for part in self._frames.encode(payload):
+        for part in self._frames.encode(*payload):
             self._write(part, ends_s)
 
     def receive(self, ends_s: float) -> bytes:
@@ -85,7 +85,7 @@ class TransferSocket:
             raise EOFError("the peer closed the connection")
         return data
 
-    def _write(self, data: bytes | bytearray | memoryview, ends_s: float) -> None:
+    def _write(self, data: Bytes, ends_s: float) -> None:
         view = memoryview(data).cast("B")
         while view:
             self._limit(ends_s)

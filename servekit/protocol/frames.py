@@ -50,7 +50,8 @@ class FrameCodec:
         end = start + self._length
         if len(self._partial) < end:
             return None
-        payload = bytes(self._partial[start:end])
+        with memoryview(self._partial) as partial, partial[start:end] as part:  # which copies it once
+            payload = bytes(part)
         del self._partial[:end]
         self._length = None
         return payload

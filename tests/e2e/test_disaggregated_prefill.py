@@ -66,14 +66,14 @@ def choices(server: ServerProcess, body: dict[str, Any]) -> Answers:
     return answers
 
 
-def all_choices(server: ServerProcess) -> list[Answers]:
-    with ThreadPoolExecutor(len(REQUESTS)) as threads:
-        return list(threads.map(lambda body: choices(server, body), REQUESTS))
+def all_choices(server: ServerProcess, requests: list[dict[str, Any]] = REQUESTS) -> list[Answers]:
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(lambda body: choices(server, body), requests))
 
 
-def assert_same(found: list[Answers], expected: list[Answers]) -> None:
+def assert_same(found: list[Answers], expected: list[Answers], requests: list[dict[str, Any]] = REQUESTS) -> None:
     """In float32, logprobs differ only by the order in which a step of another size adds numbers."""
-    for body, answers, others in zip(REQUESTS, found, expected, strict=True):
+    for body, answers, others in zip(requests, found, expected, strict=True):
         assert [each for each, _ in answers] == [each for each, _ in others], body
         for (_, numbers), (_, of_other) in zip(answers, others, strict=True):
             assert numbers == pytest.approx(of_other, abs=LOGPROB_TOLERANCE), body
@@ -156,8 +156,12 @@ def test_killed_workers_lose_nothing(apart: ServerProcess, expected: list[Answer
 def test_ranks_hand_over_their_parts_of_the_blocks(
     flags: tuple[str, ...], expected: list[Answers], sizes: tuple[str, str], tmp_path: Path
 ) -> None:
+    chosen = list(range(len(REQUESTS)))
+    if "--pipeline-parallel-size" in sizes:  # which does not work with adapters
+        flags, chosen = flags[:-2], [number for number in chosen if "model" not in REQUESTS[number]]
+    requests, expected = [REQUESTS[number] for number in chosen], [expected[number] for number in chosen]
     with serving(*flags, *APART, *sizes, log=tmp_path / "log", environment=ONE_THREAD) as server:
-        assert_same(all_choices(server), expected)
+        assert_same(all_choices(server, requests), expected, requests)
         assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
         assert server.metric("servekit_kv_transfer_failed_loads_total") == 0
         info = server.client.get("/info").json()
@@ -166,7 +170,7 @@ def test_ranks_hand_over_their_parts_of_the_blocks(
             server.wait_for_metric("servekit_workers_alive", 2)
             name = server.client.get("/info").json()["replicas"][number]["worker"]
             os.kill(int(name.split(",")[1].removeprefix(" process ")), signal.SIGKILL)
-            assert_same(all_choices(server), expected)
+            assert_same(all_choices(server, requests), expected, requests)
 
 
 def test_simulated_models_hand_over_and_their_journals_are_replayed(tmp_path: Path) -> None:
