@@ -166,6 +166,8 @@ def test_a_kv_cache_beyond_the_machines_memory_is_refused_before_the_start(capsy
     check_host_memory(apart, host_memory_bytes=1000)
     with pytest.raises(ConfigError, match="for each of 2 prefill replicas, is more than this machine's memory of 999"):
         check_host_memory(apart, host_memory_bytes=999)
+    joined = ServeConfig(prefill_replicas=2, kv_transfer_memory_bytes=500, listen_workers="unix:/x")
+    check_host_memory(joined, host_memory_bytes=1)  # it is on other machines
     on_cpu = ServeConfig(
         device="cpu", data_parallel_size=4, kv_cache_memory_bytes=100, prefill_replicas=2, kv_transfer_memory_bytes=500
     )

@@ -42,6 +42,14 @@ def test_the_ranks_of_a_replica_divide_its_memory() -> None:
     memory.close()
 
 
+def test_workers_that_join_are_asked_for_memory_of_their_own() -> None:
+    config = ServeConfig(**{**APART, "data_parallel_size": None}, listen_workers="unix:/tmp/socket")
+    memory, load = TransferMemory(config), load_model_message(config, "", SpeculativeConfig())
+    assert memory.fds == () and load.kv_transfer_bytes == 2**20
+    for other in (ServeConfig(**APART), ServeConfig(listen_workers="unix:/tmp/socket")):
+        assert load_model_message(other, "", SpeculativeConfig()).kv_transfer_bytes == 0
+
+
 def test_without_prefill_replicas_there_is_none() -> None:
     config = ServeConfig(data_parallel_size=2)
     memory, load = TransferMemory(config), load_model_message(config, "", SpeculativeConfig())
@@ -60,7 +68,8 @@ def test_without_prefill_replicas_there_is_none() -> None:
             {"data_parallel_size": None, "devices": "cuda:0,cuda:1,cuda:2,cuda:3", "tensor_parallel_size": 2},
             "leaves no replica for decode: there are 2",
         ),
-        ({"listen_workers": "unix:/tmp/socket"}, "is for workers that the server starts itself"),
+        ({"listen_workers": "unix:/tmp/socket"}, "or with workers that join, and not with both"),
+        ({"placement": "ray", "data_parallel_size": 2}, "leaves no replica for decode: there are 2"),
     ],
 )
 def test_settings_with_which_nothing_can_be_handed_over_are_refused(settings: dict[str, Any], reason: str) -> None:

@@ -249,6 +249,7 @@ def test_the_metric_has_a_series_for_each_reason() -> None:
         (replace(READY, model=replace(MODEL, vocab_size=11)), "its vocab_size is 11, that of other workers 10"),
         (replace(READY, model=replace(MODEL, fingerprint="0" * 64)), "its fingerprint is '000"),
         (replace(READY, dtype="bfloat16", device="cuda:0"), "start the server with the same --dtype for all devices"),
+        (replace(READY, kv_layout="another"), "stores keys and values in another layout"),
         (replace(READY, num_blocks=0), "reports 0 KV blocks"),
         (replace(READY, num_blocks=2**40), "reports 1099511627776 KV blocks"),
         (StepResult(0, 0, (7,), 0.0), "answered StepResult to its first message"),

@@ -121,6 +121,36 @@ async def test_workers_join_when_the_servers_own_are_ready_and_must_compute_the_
         assert pool.refusals == ["loading", "other_model"]
 
 
+async def test_a_worker_that_one_caller_does_not_accept_waits_for_another_one(tmp_path: Path) -> None:
+    async with pooling(tmp_path) as pool:
+        has_ten_gpus = asyncio.create_task(pool.pool.next_worker(lambda worker: worker.ready.device == "cuda:9"))
+        await pool.join()
+        await pool.wait_for_idle(1)
+        assert pool.pool.take_worker(lambda worker: worker.ready.device != "cpu") is None and not has_ten_gpus.done()
+        worker = pool.pool.take_worker(lambda worker: worker.ready.device == "cpu")
+        assert worker is not None and pool.pool.take_worker(lambda _: True) is None
+        await worker.connection.end()
+        await pool.join(replace(READY, device="cuda:9"))
+        async with asyncio.timeout(ENOUGH_S):
+            await (await has_ten_gpus).connection.end()
+
+
+def test_workers_that_exchange_blocks_have_a_random_name_of_their_group(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(KEY)
+    (tmp_path / "key").chmod(0o600)
+
+    async def group(num_bytes: int) -> bytes:
+        settings = {"listen_workers": f"unix:{tmp_path}/s", "worker_key_file": str(tmp_path / "key")}
+        pool = WorkerPool(ServeConfig(**settings))
+        pool.start(replace(LOAD, kv_transfer_bytes=num_bytes))
+        name = pool.load_model().kv_transfer_group
+        await pool.stop()
+        return name
+
+    names = [asyncio.run(group(num_bytes)) for num_bytes in (0, 2**20, 2**20)]
+    assert [len(name) for name in names] == [0, 16, 16] and names[1] != names[2]
+
+
 async def test_a_draining_server_refuses_workers_unless_it_needs_one(tmp_path: Path) -> None:
     async with pooling(tmp_path) as pool:
         pool.pool.is_draining = True

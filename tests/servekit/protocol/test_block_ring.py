@@ -92,6 +92,17 @@ def test_a_worker_that_is_started_again_goes_on_where_the_lost_one_was(fd: int) 
     assert again.list_keys() == KEYS[1:4] and again.read(KEYS[1:4])[1].all()
 
 
+def test_a_process_that_knows_no_model_attaches_to_what_another_one_has_laid_out(fd: int) -> None:
+    with pytest.raises(ValueError, match="no process has laid out"):
+        BlockRing.attach(fd)
+    reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True)
+    writer = BlockRing.attach(fd, is_writer=True)
+    assert (writer.layout, writer.block_bytes, writer.num_blocks) == (LAYOUT, BLOCK_BYTES, reader.num_blocks)
+    append(writer, 1, 2)
+    reader.refresh()
+    assert reader.list_keys() == KEYS[1:3] and BlockRing.attach(fd).list_keys() == KEYS[1:3]
+
+
 def test_blocks_of_another_layout_are_not_read(fd: int) -> None:
     append(BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), 1, 2)
     other = BlockRing(fd, BLOCK_BYTES, LAYOUT[::-1])

@@ -81,6 +81,22 @@ def test_a_block_comes_from_whichever_prefill_worker_has_sent_it(fd: int) -> Non
     os.close(other_fd)
 
 
+def test_a_worker_that_joined_sends_to_its_outbox_and_loads_from_the_inbox_that_its_agent_fills(fd: int) -> None:
+    inbox_fd = os.memfd_create("test")
+    os.ftruncate(inbox_fd, 2**17)
+    cache, other = make_cache(), make_cache()
+    for pages in (*other.keys, *other.values):
+        pages.neg_()
+    outbox, inbox = (BlockRing(each, block_bytes(cache), LAYOUT, is_writer=True) for each in (fd, inbox_fd))
+    worker = TransferConnector(cache, [outbox, inbox], outbox)
+    assert worker.send(sends(1), NOTHING).num_sent == 1 and worker.num_transfer_blocks == outbox.max_readable
+    sender(inbox_fd, other).send(sends(2), NOTHING)  # as the agent does
+    assert not worker.transfer(loads((2, 5))).failed_loads
+    assert are_equal(contents(cache, 5), contents(other, 2))
+    assert set(worker.keys()) == {KEYS[1], KEYS[2]} and outbox.list_keys() == [KEYS[1]]
+    os.close(inbox_fd)
+
+
 def test_what_was_overwritten_is_reported_once_and_its_load_fails(fd: int) -> None:
     source, target = make_cache(), make_cache()
     prefill, decode = sender(fd, source), receiver(target, fd)
