@@ -103,6 +103,7 @@ class LLMEngine(OneModel):
         self._registry = RequestRegistry()
         self.replicas = Replicas(config.block_size, self._registry, may_grow=config.lets_workers_join)
         self._supervisor = ReplicaSupervisor(config, self.replicas, self._registry, self._worker_pool)
+        self.replicas.on_failed_fetch = lambda index: self.metrics.transfers(index).fetch_failed()
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self.adapters: AdapterRegistry | None = None
         if config.has_adapters:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from servekit.engine.engine_core import KEYS_PER_COMMAND, EngineCore
 from servekit.engine.replica import Replica
@@ -45,6 +45,7 @@ class Replicas:
         self._service_exchange = ServiceExchange()
         self.num_handed_over = 0  # times that a decode replica went on with a sequence
         self.fetches = BlockFetches()
+        self.on_failed_fetch: Callable[[int], None] = lambda _: None  # gets the number of the decode replica
 
     def add(self, replica: Replica) -> None:
         """Append a replica. It may have no core yet, until all that the server begins with have one."""
@@ -241,7 +242,8 @@ class Replicas:
         """Let the agents of decode replicas fetch blocks from the source's. `fetched` moves the sequences."""
         now_s, address = asyncio.get_running_loop().time(), source.transfer_address
         for fetch in self.fetches.expire(now_s):
-            log.warning("%s; it stays there", _describe(fetch, "did not answer in time whether it has fetched"))
+            log.warning("%s; it stays there for now", _describe(fetch, "did not say in time whether it has the blocks"))
+            self.on_failed_fetch(fetch.target_id)
         if not address:
             return
         manager = source.core.manager
@@ -262,10 +264,13 @@ class Replicas:
         """Move a sequence to a replica whose agent has its blocks. Otherwise it stays where it is."""
         now_s = asyncio.get_running_loop().time()
         fetch = self.fetches.end(answer.number, target.index, answer.keys, now_s)
-        if fetch is None or not target.is_ready:
+        if fetch is None:
             return
         if answer.keys != fetch.keys:
+            self.on_failed_fetch(target.index)
             log.warning("%s; it stays there for now", _describe(fetch, f"has {len(answer.keys)} of the blocks"))
+        if not target.is_ready:
+            return
         keys = fetch.keys[: len(answer.keys)]
         for first in range(0, len(keys), KEYS_PER_COMMAND):
             target.core.apply(AnnounceBlocks(keys[first : first + KEYS_PER_COMMAND]))

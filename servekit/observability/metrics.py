@@ -372,6 +372,10 @@ class TransferMetrics(Observer):
             "kv_transfer_failed_loads_total",
             "KV blocks that a decode replica could not load, and computed: they were gone, or their copy was wrong.",
         )
+        self._failed_fetches = metrics.counter(
+            "kv_transfer_failed_fetches_total",
+            "Transfers from another machine that a decode replica did not get, or not wholly; it tries again.",
+        )
 
     def step_done(self, result: StepResult, num_tokens: int, loop_time_s: float, now_s: float) -> None:
         transfers = result.transfers
@@ -380,6 +384,10 @@ class TransferMetrics(Observer):
         self._sent.inc(transfers.num_sent)
         self._loaded.inc(transfers.num_received)
         self._failed.inc(len(transfers.failed_loads))
+
+    def fetch_failed(self) -> None:
+        """Count a transfer from another machine that failed."""
+        self._failed_fetches.inc()
 
 
 class JoinMetrics:

@@ -162,6 +162,7 @@ def test_transfers_that_are_altered_cut_off_or_stalled_change_no_answer_and_dela
             assert_within(NUM_TOKENS * 0.010 + 1.5, time.monotonic() - began_s, "no step waited for a transfer")
             while service.info("num_failed_transfers") == num_failed:  # a stalled one fails after the answers
                 time.sleep(0.05)
+            assert service.server.metric("servekit_kv_transfer_failed_fetches_total") > num_failed
             assert line in (folder / "decode.log").read_text()
             assert service.info("num_handed_over") == num_before, "nothing of such a transfer is used"
             service.set_fault("")

@@ -281,12 +281,14 @@ async def test_after_a_failed_transfer_a_sequence_stays_and_only_what_is_missing
 ) -> None:
     fleet, executors = far_fleet()
     prefill, decode = fleet.replicas.all
+    failed = list[int]()
+    fleet.replicas.on_failed_fetch = failed.append
     fleet.add(length=21, max_tokens=9)
     compute_first_tokens(fleet, 0)
     fleet.supervisor.hand_over(prefill.core)
     (request,) = executors[1].requests
     fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys[:num_come]))
-    assert fleet.ids() == [[0], []] and f"has {num_come} of the blocks" in caplog.text
+    assert fleet.ids() == [[0], []] and f"has {num_come} of the blocks" in caplog.text and failed == [1]
     assert fleet.replicas.fetches.num_failed == 1
     fleet.supervisor.hand_over(prefill.core)
     assert len(executors[1].requests) == 1, "not at once"
@@ -326,7 +328,7 @@ async def test_a_target_that_does_not_answer_is_given_up(
     for _ in range(2):
         fleet.supervisor.hand_over(prefill.core)
     (request,) = executors[1].requests
-    assert "replica 1 did not answer in time" in caplog.text and fleet.replicas.fetches.num_failed == 1
+    assert "replica 1 did not say in time" in caplog.text and fleet.replicas.fetches.num_failed == 1
     fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys))
     assert fleet.ids() == [[0], []], "too late"
     await fleet.supervisor.stop(graceful=False)

@@ -477,9 +477,10 @@ def test_handed_over_blocks_are_counted_only_where_prefill_and_decode_are_apart(
     report = TransferReport((1,), (), num_sent=5, num_received=3, block_bytes=100)
     for _ in range(2):
         transfers.step_done(StepResult(0, 0, (), 0.1, transfers=report), 0, 0.1, 16.0)
+    transfers.fetch_failed()
     values = samples(metrics)
     assert values["kv_transfer_sent_blocks_total",] == 10 and values["kv_transfer_loaded_blocks_total",] == 6
-    assert values["kv_transfer_failed_loads_total",] == 2
+    assert values["kv_transfer_failed_loads_total",] == 2 and values["kv_transfer_failed_fetches_total",] == 1
 
 
 def test_several_answers_of_an_adapter_count_their_prompt_once() -> None:
