@@ -46,9 +46,9 @@ class Replica:
         return None if self._core is None else self.executor.ready
 
     @property
-    def transfer_address(self) -> str:
-        """Where the agents of other workers fetch its blocks; "" if they cannot."""
-        return "" if self.executor.ready is None else self.executor.ready.transfer_address
+    def transfer_addresses(self) -> tuple[str, ...]:
+        """Where the agents of other workers fetch its blocks; none if they cannot."""
+        return () if self.executor.ready is None else self.executor.ready.transfer_addresses
 
     @property
     def core(self) -> EngineCore:

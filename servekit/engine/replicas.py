@@ -15,7 +15,7 @@ from servekit.engine.engine_core import KEYS_PER_COMMAND, EngineCore
 from servekit.engine.replica import Replica
 from servekit.engine.request_registry import RequestRegistry
 from servekit.observability.metrics import SchedulerStats
-from servekit.protocol.messages import MAX_FETCHED_KEYS, BlocksFetched, FetchBlocks
+from servekit.protocol.messages import MAX_FETCHED_KEYS, BlocksFetched
 from servekit.routing.block_fetches import BlockFetches, Fetch
 from servekit.routing.hand_over import can_move, find_hand_overs
 from servekit.routing.router import Router
@@ -240,11 +240,11 @@ class Replicas:
 
     def _hand_over_by_network(self, source: Replica, targets: dict[int, WorkloadManager]) -> None:
         """Let the agents of decode replicas fetch blocks from the source's. `fetched` moves the sequences."""
-        now_s, address = asyncio.get_running_loop().time(), source.transfer_address
+        now_s, addresses = asyncio.get_running_loop().time(), source.transfer_addresses
         for fetch in self.fetches.expire(now_s):
             log.warning("%s; it stays there for now", _describe(fetch, "did not say in time whether it has the blocks"))
             self.on_failed_fetch(fetch.target_id)
-        if not address:
+        if not addresses:
             return
         manager = source.core.manager
         targets = {index: each for index, each in targets.items() if self.fetches.may_begin(source.index, index, now_s)}
@@ -258,7 +258,7 @@ class Replicas:
                 continue
             num_blocks = target.core.manager.kv_cache.num_blocks_at_end(sequence, 0)
             fetch = self.fetches.begin(sequence.sequence_id, source.index, target.index, keys, num_blocks, now_s)
-            target.executor.fetch(FetchBlocks(fetch.number, address, keys))
+            target.executor.fetch(fetch.number, addresses, keys)
 
     def fetched(self, target: Replica, answer: BlocksFetched) -> None:
         """Move a sequence to a replica whose agent has its blocks. Otherwise it stays where it is."""

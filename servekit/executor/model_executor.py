@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -200,10 +200,10 @@ class ModelExecutor:
         self._in_flight[plan.epoch, plan.step_id] = 0 if plan.loads else plan.num_tokens
         self._worker.send(plan.pack_grammars())
 
-    def fetch(self, request: FetchBlocks) -> None:
+    def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
         """Ask the agent of a worker that joined to fetch blocks. Does not wait; `on_fetched` gets its answer."""
         assert isinstance(self._worker, WorkerConnection)
-        self._worker.send_payload(self._worker.encode(request))
+        self._worker.fetch(FetchBlocks(number, addresses[0], keys))
 
     async def receive(self) -> StepResult | StepFailed:
         """The next result, normally of the oldest step in flight. Raises WorkerLost or WorkerTimeout.

@@ -22,6 +22,7 @@ from servekit.protocol.messages import (
     HEARTBEAT_S,
     BlocksFetched,
     BlocksListed,
+    FetchBlocks,
     FromWorker,
     Heartbeat,
     Leaving,
@@ -113,6 +114,10 @@ class WorkerConnection:
         """Send a message that is encoded already. Its parts are not copied, and must not change."""
         if self.loss is None:  # else `receive` and `ask` raise the loss
             self._stream.write(*self._frames.encode(*payload))
+
+    def fetch(self, request: FetchBlocks) -> None:
+        """Ask its agent to fetch blocks. Does not wait; `on_fetched` gets the answer, unless the worker is lost."""
+        self.send_payload(self.encode(request))
 
     async def receive(self, timeout_s: float | None) -> FromWorker:
         """Return the worker's next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError while it loads.

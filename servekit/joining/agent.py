@@ -330,7 +330,7 @@ class _Service:
             message = msgspec.msgpack.decode(payload, type=FromWorker)
             if isinstance(message, WorkerReady) and self._exchange is not None:
                 try:
-                    message = replace(message, transfer_address=self._exchange.open())
+                    message = replace(message, transfer_addresses=(self._exchange.open(),))
                 except ConfigError as error:
                     self._refuse(error)
                     return

@@ -45,8 +45,7 @@ class BlockSender:
         self, rings: Sequence[BlockRing], key: bytes, address: tuple[str, int], tls: ssl.SSLContext | None
     ) -> None:
         """`rings` has one for each rank. Raises OSError if the address cannot be used."""
-        self._rings = list(rings)
-        self._layouts = [BlockLayout(ring.layout, ring.block_bytes) for ring in rings]
+        self._rings = {BlockLayout(ring.layout, ring.block_bytes): ring for ring in rings}
         self._key = key
         self._tls = tls
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -154,29 +153,31 @@ class BlockSender:
             payload = connection.receive(time.monotonic() + IDLE_TIMEOUT_S)
             request = msgspec.msgpack.decode(payload, type=RequestBlocks)
             ends_s = time.monotonic() + SEND_TIMEOUT_S
-            if list(request.layouts) != self._layouts:
+            # A peer may have some of the ranks only, if these are on several machines.
+            rings = [self._rings[layout] for layout in request.layouts if layout in self._rings]
+            if len(rings) < len(request.layouts):
                 refusal = "it stores keys and values in another way: both need the same model, data types and devices"
                 connection.send(msgspec.msgpack.encode(BlocksFound(refusal=refusal)), ends_s=ends_s)
                 continue
-            if len(request.keys) > num_keys_at_once(self._layouts):
+            if len(request.keys) > num_keys_at_once(request.layouts):
                 raise ValueError(f"a request of {len(request.keys)} blocks at once")
-            keys, parts = self._find(request.keys)
+            keys, parts = self._find(request.keys, rings)
             connection.send(msgspec.msgpack.encode(BlocksFound(keys)), ends_s=ends_s)
             if keys:
                 connection.send(*parts, ends_s=ends_s)
 
-    def _find(self, wanted: Sequence[Key]) -> tuple[tuple[Key, ...], list[memoryview]]:
-        """Return those of the keys that all ranks have, and the parts of their blocks, rank by rank."""
+    def _find(self, wanted: Sequence[Key], rings: Sequence[BlockRing]) -> tuple[tuple[Key, ...], list[memoryview]]:
+        """Return those of the keys that all of the ranks have, and the parts of their blocks, rank by rank."""
         with self._lock:
-            for ring in self._rings:
+            for ring in rings:
                 ring.refresh()
-            keys = [key for key in wanted if all(key in ring for ring in self._rings)]
+            keys = [key for key in wanted if all(key in ring for ring in rings)]
             if not keys:
                 return (), []
-            found = [ring.read(keys) for ring in self._rings]
+            found = [ring.read(keys) for ring in rings]
         are_right = np.logical_and.reduce([is_right for _, is_right in found])
         parts = []
-        for ring, (blocks, _) in zip(self._rings, found, strict=True):
+        for ring, (blocks, _) in zip(rings, found, strict=True):
             right_ones = blocks if are_right.all() else blocks[are_right]  # of megabytes, each copy takes milliseconds
             parts.append(memoryview(np.ascontiguousarray(right_ones[:, : ring.block_bytes])).cast("B"))
         return tuple(key for key, is_right in zip(keys, are_right.tolist(), strict=True) if is_right), parts

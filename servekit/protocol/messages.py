@@ -149,8 +149,9 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
     # What the bytes of a handed-over block depend on, as a digest; "" where none is handed over. Not compared.
     kv_layout: Annotated[str, Meta(max_length=100)] = ""
     num_transfer_blocks: int = 0  # that can be loaded at the most, of those that it sends; 0 if it sends none
-    # Where other workers' agents fetch its blocks: tcp://HOST:PORT or tls://HOST:PORT; set by its agent.
-    transfer_address: Annotated[str, Meta(max_length=300)] = ""
+    # Where other workers' agents fetch its blocks: tcp://HOST:PORT or tls://HOST:PORT, set by its agent; by rank, if
+    # each of them has an agent of its own.
+    transfer_addresses: Annotated[tuple[Annotated[str, Meta(max_length=300)], ...], Meta(max_length=1024)] = ()
     # One for each process that the model is divided among; one if it is not divided. Not compared.
     ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1024)] = ()
 

@@ -43,7 +43,9 @@ class Executor:
 
     def __init__(self) -> None:
         self.requests: list[FetchBlocks] = []
-        self.fetch = self.requests.append
+
+    def fetch(self, number: int, addresses: tuple[str, ...], keys: tuple[bytes, ...]) -> None:
+        self.requests.append(FetchBlocks(number, addresses[0], keys))
 
     async def start_again(self) -> None:
         if self.num_failing_starts:

@@ -240,7 +240,7 @@ def far_fleet() -> tuple[Fleet, list[Any]]:
     fleet = Fleet(64, 64, prefill_replicas=1)
     for replica in fleet.replicas.all:
         replica.placement = None
-        replica.executor.ready = replace(READY, transfer_address=f"tcp://10.0.0.{replica.index}:8101")
+        replica.executor.ready = replace(READY, transfer_addresses=(f"tcp://10.0.0.{replica.index}:8101",))
     return fleet, [replica.executor for replica in fleet.replicas.all]
 
 

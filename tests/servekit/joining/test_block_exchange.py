@@ -284,6 +284,18 @@ def test_blocks_of_another_layout_are_refused(caplog: pytest.LogCaptureFixture) 
     assert "stores keys and values in another way" in caplog.text
 
 
+def test_a_worker_whose_ranks_are_on_several_machines_fetches_the_parts_of_each() -> None:
+    with pairing() as pair:
+        pair.source.append(*KEYS[:3])
+        for number, ring in enumerate(pair.target.rings):
+            answers: queue.Queue[BlocksFetched] = queue.Queue()
+            receiver = BlockReceiver([ring], KEY, None, answers.put)
+            receiver.fetch(FetchBlocks(number, pair.address(), KEYS[:3]))
+            assert answers.get(timeout=ENOUGH_S) == BlocksFetched(number, KEYS[:3])
+            receiver.close()
+        pair.assert_right(*KEYS[:3])
+
+
 def test_connections_without_the_key_are_closed_by_later_ones_and_workers_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
