@@ -179,7 +179,7 @@ class BlockSender:
         parts = []
         for ring, (blocks, _) in zip(rings, found, strict=True):
             right_ones = blocks if are_right.all() else blocks[are_right]  # of megabytes, each copy takes milliseconds
-            parts.append(memoryview(np.ascontiguousarray(right_ones[:, : ring.block_bytes])).cast("B"))
+            parts.append(np.ascontiguousarray(right_ones[:, : ring.block_bytes]).data.cast("B"))
         return tuple(key for key, is_right in zip(keys, are_right.tolist(), strict=True) if is_right), parts
 
     def _warn(self, message: str) -> None:

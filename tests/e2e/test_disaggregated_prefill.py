@@ -87,6 +87,14 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "--model", "demo", "--dtype", "float32", "--lora", f"adapter={folder / 'adapter'}"
 
 
+def without_adapter(
+    flags: tuple[str, ...], expected: list[Answers]
+) -> tuple[tuple[str, ...], list[dict[str, Any]], list[Answers]]:
+    """(flags of a server, requests, their answers) without those of the adapter."""
+    chosen = [number for number, body in enumerate(REQUESTS) if "model" not in body]
+    return flags[:-2], [REQUESTS[number] for number in chosen], [expected[number] for number in chosen]
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]) -> list[Answers]:
     """The answers of a server with one replica."""
@@ -156,10 +164,9 @@ def test_killed_workers_lose_nothing(apart: ServerProcess, expected: list[Answer
 def test_ranks_hand_over_their_parts_of_the_blocks(
     flags: tuple[str, ...], expected: list[Answers], sizes: tuple[str, str], tmp_path: Path
 ) -> None:
-    chosen = list(range(len(REQUESTS)))
+    requests = REQUESTS
     if "--pipeline-parallel-size" in sizes:  # which does not work with adapters
-        flags, chosen = flags[:-2], [number for number in chosen if "model" not in REQUESTS[number]]
-    requests, expected = [REQUESTS[number] for number in chosen], [expected[number] for number in chosen]
+        flags, requests, expected = without_adapter(flags, expected)
     with serving(*flags, *APART, *sizes, log=tmp_path / "log", environment=ONE_THREAD) as server:
         assert_same(all_choices(server, requests), expected, requests)
         assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 20

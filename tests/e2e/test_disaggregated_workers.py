@@ -17,7 +17,15 @@ import pytest
 
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.simulation.worker import NaiveReference
-from tests.e2e.test_disaggregated_prefill import Answers, all_choices, assert_same, expected, flags, num_generated
+from tests.e2e.test_disaggregated_prefill import (
+    Answers,
+    all_choices,
+    assert_same,
+    expected,
+    flags,
+    num_generated,
+    without_adapter,
+)
 from tests.support import proc
 from tests.support.server_process import ONE_THREAD, ServerProcess
 from tests.support.timing import again_if_late, assert_within
@@ -117,9 +125,10 @@ def test_answers_are_those_of_one_replica_and_killed_workers_lose_nothing(
     expected: list[Answers],
     tmp_path: Path,
 ) -> None:
+    flags, requests, expected = without_adapter(flags, expected)  # workers that join have none
     with serving_apart(tmp_path, *flags) as service:
         server = service.server
-        assert_same(all_choices(server), expected)
+        assert_same(all_choices(server, requests), expected, requests)
         assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
         assert server.metric("servekit_kv_transfer_failed_loads_total") == 0
         assert service.info("num_handed_over") > 5 and service.info("num_failed_transfers") == 0
@@ -131,16 +140,16 @@ def test_answers_are_those_of_one_replica_and_killed_workers_lose_nothing(
             (worker,) = (pid for pid in proc.children(agent.pid) if "servekit.worker" in proc.read(pid, "cmdline"))
             with ThreadPoolExecutor(1) as thread:
                 before = num_generated(server)
-                answers = thread.submit(all_choices, server)
+                answers = thread.submit(all_choices, server, requests)
                 while num_generated(server) < before + 20:
                     assert not answers.done()
                     time.sleep(0.01)
                 os.kill(worker, signal.SIGKILL)
                 assert not answers.done(), "it was killed when nothing ran any more"
-                assert_same(answers.result(), expected)
+                assert_same(answers.result(), expected, requests)
         server.wait_for_metric("servekit_workers_alive", 2)
         num_before = service.info("num_handed_over")
-        assert_same(all_choices(server), expected)
+        assert_same(all_choices(server, requests), expected, requests)
         assert service.info("num_handed_over") > num_before, "the next workers hand over, too"
         assert server.metric("servekit_accounting_faults_total") == 0
 
@@ -177,9 +186,10 @@ def test_ranks_of_two_workers_exchange_their_parts(
     expected: list[Answers],
     tmp_path: Path,
 ) -> None:
+    flags, requests, expected = without_adapter(flags, expected)
     sizes = ("--tensor-parallel-size", "2")
     with serving_apart(tmp_path, *flags, *sizes, of_workers=("--device", "cpu")) as service:
-        assert_same(all_choices(service.server), expected)
+        assert_same(all_choices(service.server, requests), expected, requests)
         assert service.server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
         assert service.server.metric("servekit_kv_transfer_failed_loads_total") == 0
         assert service.info("num_handed_over") > 5 and service.info("num_failed_transfers") == 0

@@ -742,7 +742,7 @@ def _make_connector(runner: ModelRunner, settings: LoadModel) -> KVConnector:
 def _kv_layout(runner: ModelRunner, settings: LoadModel) -> str:
     """Return all that blocks depend on, as a text. A device or a kernel that rounds otherwise gives others."""
     loaded = runner.loaded
-    parts = (
+    parts: tuple[object, ...] = (
         *(settings.fingerprint, loaded.info.quantization, settings.quantization_group_size, loaded.dtype),
         *(settings.load_format, loaded.device.type, runner.attention.name, settings.kv_cache_dtype),
         *(settings.block_size, loaded.info.max_model_len, [tuple(each.shape[1:]) for each in runner.cache.keys]),
