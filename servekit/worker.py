@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--master-addr", metavar="HOST", help="address of node rank 0, at which the ranks meet")
     parser.add_argument("--master-port", type=int, metavar="PORT", help=f"port there (default: {MASTER_PORT})")
+    parser.add_argument(
         "--role",
         default="",
         choices=["prefill", "decode"],

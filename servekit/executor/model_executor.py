@@ -19,7 +19,6 @@ from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.messages import (
     BlocksFetched,
-    FetchBlocks,
     LoadModel,
     Shutdown,
     StepFailed,
@@ -202,8 +201,8 @@ class ModelExecutor:
 
     def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
         """Ask the agent of a worker that joined to fetch blocks. Does not wait; `on_fetched` gets its answer."""
-        assert isinstance(self._worker, WorkerConnection)
-        self._worker.fetch(FetchBlocks(number, addresses[0], keys))
+        assert self._worker is not None
+        self._worker.fetch(number, addresses, keys)
 
     async def receive(self) -> StepResult | StepFailed:
         """The next result, normally of the oldest step in flight. Raises WorkerLost or WorkerTimeout.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -115,9 +115,16 @@ class WorkerConnection:
         if self.loss is None:  # else `receive` and `ask` raise the loss
             self._stream.write(*self._frames.encode(*payload))
 
-    def fetch(self, request: FetchBlocks) -> None:
-        """Ask its agent to fetch blocks. Does not wait; `on_fetched` gets the answer, unless the worker is lost."""
-        self.send_payload(self.encode(request))
+    def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
+        """Ask its agent to fetch blocks. Does not wait; `on_fetched` gets the answer, unless the worker is lost.
+
+        There is one address, unless each rank of the other worker has an agent of its own. Then nothing comes, because
+        this agent has all ranks of its worker.
+        """
+        if len(addresses) == 1:
+            self.send_payload(self.encode(FetchBlocks(number, addresses[0], keys)))
+        else:
+            self._loop.call_soon(self.on_fetched, BlocksFetched(number))
 
     async def receive(self, timeout_s: float | None) -> FromWorker:
         """Return the worker's next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError while it loads.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.worker_connection import MAX_PENDING_MESSAGES, Answer, Question, WorkerConnection
 from servekit.protocol.messages import (
+    BlocksFetched,
     FromWorker,
     LoadModel,
     StepAcknowledged,
@@ -57,6 +58,8 @@ class WorkerGroup:
         self.cause = "other"  # as of WorkerConnection, or out_of_memory
         self.on_loss = on_loss  # both may be replaced, as those of WorkerConnection
         self.on_leaving: Callable[[], None] = lambda: None
+        self.on_fetched: Callable[[BlocksFetched], None] = lambda _: None
+        self._fetched: dict[int, dict[int, BlocksFetched]] = {}  # by number and rank, until all ranks have answered
         self.encode = msgspec.msgpack.Encoder().encode
         self._is_lost = asyncio.Event()
         self._failure_timers: list[asyncio.TimerHandle] = []  # of ranks that failed, perhaps because another one ended
@@ -84,6 +87,7 @@ class WorkerGroup:
                 self.mark_lost(WorkerLost(what), "failed")
                 return
             self._ranks[-1].on_leaving = self._on_rank_leaving
+            self._ranks[-1].on_fetched = partial(self._on_rank_fetched, rank)
         for rank in self._answers:
             self._readers.append(asyncio.create_task(self._read(rank), name=f"reader of rank {rank}"))
 
@@ -157,8 +161,12 @@ class WorkerGroup:
         if self.loss is not None:
             raise self.loss
         if isinstance(answer, WorkerReady):
-            infos = (each.ranks for _, each in sorted(given.items()) if isinstance(each, WorkerReady))
-            return replace(answer, ranks=tuple(chain.from_iterable(infos)))
+            each_ready = [each for _, each in sorted(given.items()) if isinstance(each, WorkerReady)]
+            return replace(
+                answer,
+                ranks=tuple(chain.from_iterable(each.ranks for each in each_ready)),
+                transfer_addresses=tuple(chain.from_iterable(each.transfer_addresses for each in each_ready)),
+            )
         if isinstance(answer, StepResult) and answer.transfers is not None:
             others = (each.transfers for each in given.values() if isinstance(each, StepAcknowledged))
             return replace(answer, transfers=answer.transfers.with_ranks([each for each in others if each is not None]))
@@ -167,6 +175,23 @@ class WorkerGroup:
     async def ask(self, request: Question) -> Answer:
         """Send a request to the rank that sends results, and return its answer: a profile is of that rank."""
         return await self._ranks[self._result_rank].ask(request)
+
+    def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
+        """Ask the agent of each rank to fetch its parts of blocks. `on_fetched` gets those that all of them have."""
+        self._fetched[number] = {}
+        while len(self._fetched) > MAX_PENDING_MESSAGES:  # of ranks that never answered
+            del self._fetched[next(iter(self._fetched))]
+        for rank, worker in enumerate(self._ranks):
+            worker.fetch(number, addresses if len(addresses) == 1 else addresses[rank : rank + 1], keys)
+
+    def _on_rank_fetched(self, rank: int, answer: BlocksFetched) -> None:
+        answers = self._fetched.get(answer.number)
+        if answers is None:
+            return
+        answers[rank] = answer
+        if len(answers) == len(self._ranks):
+            del self._fetched[answer.number]
+            self.on_fetched(min(answers.values(), key=lambda each: len(each.keys)))
 
     async def end(self, graceful: bool = False) -> None:
         """End all ranks. Idempotent."""

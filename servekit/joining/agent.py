@@ -274,15 +274,13 @@ class _Service:
             which = f"rank {load.rank} of {load.num_ranks} of "
         else:
             which = f"all {load.num_ranks} ranks of " if load.num_ranks > 1 else ""
-        log.info("joined %s; loading %s%s on %s", self._stream.name, which, load.model_path, load.device)
         if message.kv_transfer_bytes:
             try:
                 load = self._exchange_blocks(load)
             except ConfigError as error:
                 self._refuse(error)
                 return
-        ranks = f", divided among {load.num_ranks} ranks" if load.num_ranks > 1 else ""
-        log.info("joined %s; loading %s on %s%s", self._stream.name, load.model_path, load.device, ranks)
+        log.info("joined %s; loading %s%s on %s", self._stream.name, which, load.model_path, load.device)
         self._worker = start_local_worker(
             load, placement, self._settings.process_arguments, self._on_worker_message, self._finish
         )
@@ -299,6 +297,8 @@ class _Service:
 
         settings, transfers = self._settings, self._settings.transfers
         transfers = replace(transfers, host=transfers.host or self._stream.local_host)
+        if transfers.port:  # the next ranks on this machine have the next ports
+            transfers = replace(transfers, port=transfers.port + settings.local_rank)
         self._exchange = BlockExchange(load, settings.key, transfers, settings.tls, on_fetched)
         return self._exchange.apply(load)
 
@@ -374,7 +374,7 @@ def _offer(settings: AgentSettings) -> Offer:
         torch_version = metadata.version("torch")  # of the installed package; importing it would take seconds
     except metadata.PackageNotFoundError:
         torch_version = ""
-    offer = Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid())
+    offer = Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid(), role=settings.role)
     if (ranks := settings.node_of_ranks) is None:
         return offer
     devices = settings.device.split(",")  # one for each rank, or the first one
@@ -385,7 +385,6 @@ def _offer(settings: AgentSettings) -> Offer:
         rank=ranks.rank(settings.local_rank),
         num_ranks=ranks.num_ranks,
     )
-    return Offer(node[:100], settings.device[:100], __version__, torch_version, os.getpid(), settings.role)
 
 
 def _explain(error: Exception, settings: AgentSettings) -> str:

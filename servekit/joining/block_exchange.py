@@ -44,14 +44,14 @@ class BlockExchange:
         self._settings = settings
         self._tls = tls
         self._on_fetched = on_fetched
-        self._num_ranks = load.num_ranks
+        self._num_ranks = 1 if load.local_rank is not None else load.num_ranks  # on this machine, of this agent
         self._sender: BlockSender | None = None
         self._receiver: BlockReceiver | None = None
         self.fds: tuple[int, ...] = ()  # those of the outbox, one for each rank, and then those of the inbox
         fds: list[int] = []
         try:
             for name in ("outbox", "inbox"):
-                for rank in range(load.num_ranks):
+                for rank in range(self._num_ranks):
                     fds.append(os.memfd_create(f"servekit-kv-{name}-{rank}"))  # inherited by the worker only
                     os.ftruncate(fds[-1], load.kv_transfer_bytes // load.num_ranks)
         except OSError as error:

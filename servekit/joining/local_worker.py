@@ -50,8 +50,8 @@ def start_local_worker(
 ) -> LocalWorker:
     """Start one process for each part of the model, with these command line arguments, and let them load it.
 
-    Where the ranks are on several machines, `load` is for one of them, and there is one process. Raises OSError.
-    They inherit the open files that `load` names. Raises OSError.
+    Where the ranks are on several machines, `load` is for one of them, and there is one process. They inherit the open
+    files that `load` names. Raises OSError.
     """
     if load.num_ranks > 1 and load.local_rank is None:
         return LocalGroup(load, placement, arguments, on_message, on_end)
@@ -67,9 +67,8 @@ class LocalProcess:
         self._on_message, self._on_end = on_message, on_end
         self._sent, self._received = FrameCodec(), FrameCodec()
         rank = load.local_rank or 0
-        self._process = WorkerProcess([*arguments, *placement.arguments(rank)], placement.environment(rank))
-        arguments = [*arguments, *placement.arguments(0)]
-        self._process = WorkerProcess(arguments, placement.environment(0), load.kv_transfer_fds)
+        arguments = [*arguments, *placement.arguments(rank)]
+        self._process = WorkerProcess(arguments, placement.environment(rank), load.kv_transfer_fds)
         self._process.start(self._on_bytes, lambda what: on_end(f"the worker process {what}"))
         self.send(msgspec.msgpack.encode(load))
 

@@ -88,8 +88,12 @@ class LoadModel(Struct, frozen=True, tag="load_model"):
 
     @property
     def own_transfer_fds(self) -> tuple[int, ...]:
-        """The open files of this rank, one for each prefill worker: of those with the same part of each block."""
-        return self.kv_transfer_fds[self.rank :: self.num_ranks]
+        """The open files of this rank, one for each prefill worker: of those with the same part of each block.
+
+        If the ranks are on several machines, none of the others is among the files.
+        """
+        is_alone = self.local_rank is not None
+        return self.kv_transfer_fds if is_alone else self.kv_transfer_fds[self.rank :: self.num_ranks]
 
     @property
     def max_answer_bytes(self) -> int:
