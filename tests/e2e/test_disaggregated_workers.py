@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,9 +59,14 @@ NUM_TOKENS = 80
 
 
 class Service:
-    """A server, and two agents of workers that join it: one for prefill, and one for decode."""
+    """A server, and the agents of two workers that join it, one for prefill and one for decode.
 
-    def __init__(self, folder: Path, *arguments: str, of_workers: tuple[str, ...] = ()) -> None:
+    If they are divided, each of their two ranks has an agent of its own, as on several machines.
+    """
+
+    def __init__(
+        self, folder: Path, *arguments: str, of_workers: tuple[str, ...] = (), is_divided: bool = False
+    ) -> None:
         self.folder, self._of_workers = folder, of_workers
         key = folder / "key"
         key.write_text("0123456789abcdef" * 4)
@@ -71,15 +77,26 @@ class Service:
         self._address, self._key = f"unix:{folder}/workers.sock", str(key)
         joining = ("--listen-workers", self._address, "--worker-key-file", self._key, "--prefill-replicas", "1")
         self.server = ServerProcess(*arguments, *joining, log=folder / "log", environment=ONE_THREAD)
-        self.agents = {role: self._start_agent(role) for role in ("prefill", "decode")}
+        self.agents = {}
+        for role in ("prefill", "decode"):
+            if not is_divided:
+                self.agents[role] = self._start_agent(role)
+                continue
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1]))
+            for node in range(2):
+                name = f"{role}{node}"
+                self.agents[name] = self._start_agent(
+                    role, "--nnodes", "2", "--node-rank", str(node), *meeting, name=name
+                )
 
-    def _start_agent(self, role: str) -> subprocess.Popen[bytes]:
+    def _start_agent(self, role: str, *more: str, name: str = "") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "servekit.worker", "--connect", self._address, "--key-file", self._key]
         paths = [str(self.folder / "faults"), str(Path(__file__).parents[2])]
         environment = {"PYTHONPATH": os.pathsep.join(paths), "FAULT": str(self.folder / "fault")}
-        with (self.folder / f"{role}.log").open("wb") as output:
+        with (self.folder / f"{name or role}.log").open("wb") as output:
             return subprocess.Popen(
-                [*command, "--role", role, *self._of_workers],
+                [*command, "--role", role, *self._of_workers, *more],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **ONE_THREAD, **environment},
@@ -101,8 +118,10 @@ class Service:
 
 
 @contextmanager
-def serving_apart(folder: Path, *arguments: str, of_workers: tuple[str, ...] = ()) -> Iterator[Service]:
-    service = Service(folder, *arguments, of_workers=of_workers)
+def serving_apart(
+    folder: Path, *arguments: str, of_workers: tuple[str, ...] = (), is_divided: bool = False
+) -> Iterator[Service]:
+    service = Service(folder, *arguments, of_workers=of_workers, is_divided=is_divided)
     try:
         service.server.wait_until_ready()
         service.server.wait_for_metric("servekit_workers_alive", 2)
@@ -181,14 +200,16 @@ def test_transfers_that_are_altered_cut_off_or_stalled_change_no_answer_and_dela
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("is_divided", [False, True], ids=["one machine each", "two machines each"])
 def test_ranks_of_two_workers_exchange_their_parts(
     flags: tuple[str, ...],
     expected: list[Answers],
+    is_divided: bool,
     tmp_path: Path,
 ) -> None:
     flags, requests, expected = without_adapter(flags, expected)
     sizes = ("--tensor-parallel-size", "2")
-    with serving_apart(tmp_path, *flags, *sizes, of_workers=("--device", "cpu")) as service:
+    with serving_apart(tmp_path, *flags, *sizes, of_workers=("--device", "cpu"), is_divided=is_divided) as service:
         assert_same(all_choices(service.server, requests), expected, requests)
         assert service.server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
         assert service.server.metric("servekit_kv_transfer_failed_loads_total") == 0

@@ -17,7 +17,7 @@ from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.listener import JoinRefusal, ListenerSettings, WorkerListener
 from servekit.joining.socket_stream import SocketStream
 from servekit.protocol.handshake import Offer, Reason, Refused, WorkerHandshake
-from servekit.protocol.messages import FromWorker, LoadModel, ModelInfo, ToWorker, WorkerReady
+from servekit.protocol.messages import FetchBlocks, FromWorker, LoadModel, ModelInfo, ToWorker, WorkerReady
 
 KEY = b"k" * 32
 MODEL = ModelInfo("Stand-in", 1, 10, 100, (), 1.0, 0, 1.0, fingerprint="f" * 64)
@@ -134,7 +134,7 @@ class StandInWorker:
     def __init__(self, stream: SocketStream, handshake: WorkerHandshake) -> None:
         self.stream = stream
         self._frames = handshake.sealed_frames()
-        self._received: asyncio.Queue[ToWorker | Refused] = asyncio.Queue()
+        self._received: asyncio.Queue[ToWorker | FetchBlocks | Refused] = asyncio.Queue()
         self.ended = asyncio.Event()
         stream.start(self._on_bytes, lambda _: self.ended.set())
 
@@ -145,9 +145,9 @@ class StandInWorker:
 
     def _on_bytes(self, data: bytes) -> None:
         for payload in self._frames.decode(data):
-            self._received.put_nowait(msgspec.msgpack.decode(payload, type=ToWorker | Refused))
+            self._received.put_nowait(msgspec.msgpack.decode(payload, type=ToWorker | FetchBlocks | Refused))
 
-    async def receive(self) -> ToWorker | Refused:
+    async def receive(self) -> ToWorker | FetchBlocks | Refused:
         async with asyncio.timeout(ENOUGH_S):
             return await self._received.get()
 

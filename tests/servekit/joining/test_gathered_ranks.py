@@ -13,6 +13,8 @@ from servekit.executor.model_executor import ModelExecutor
 from servekit.joining.listener import WorkerListener
 from servekit.protocol.handshake import HandshakeFailed, Offer
 from servekit.protocol.messages import (
+    BlocksFetched,
+    FetchBlocks,
     Leaving,
     LoadModel,
     RankInfo,
@@ -102,6 +104,51 @@ async def test_ranks_of_two_machines_are_one_worker_when_both_have_joined() -> N
         assert await executor.receive() == result
         await executor.stop(graceful=False)
         assert handler.joined.empty() and handler.refusals == []
+
+
+async def test_blocks_have_come_when_each_rank_has_its_parts() -> None:
+    handler, keys = make_handler(), tuple(bytes([number]) * 16 for number in range(3))
+    async with listening(handler) as listener:
+        ranks = [await join(listener, rank) for rank in range(2)]
+        for rank, worker in enumerate(ranks):
+            await loaded(worker)
+            worker.send(replace(ready_of(rank), transfer_addresses=(f"tcp://10.0.0.{rank}:8101",)))
+        joined = await handler.next_worker()
+        assert joined.ready.transfer_addresses == ("tcp://10.0.0.0:8101", "tcp://10.0.0.1:8101")
+        executor, answers = ModelExecutor(ServeConfig(), lambda: None), asyncio.Queue[BlocksFetched]()
+        executor.on_fetched = answers.put_nowait
+        executor.adopt(joined)
+
+        executor.fetch(1, ("tcp://10.0.1.0:8101", "tcp://10.0.1.1:8101"), keys)
+        for rank, worker in enumerate(ranks):
+            assert await worker.receive() == FetchBlocks(1, f"tcp://10.0.1.{rank}:8101", keys)
+        executor.fetch(2, ("tcp://10.0.1.0:8101",), keys)  # all ranks of the other worker are on one machine
+        for worker in ranks:
+            assert await worker.receive() == FetchBlocks(2, "tcp://10.0.1.0:8101", keys)
+        ranks[0].send(BlocksFetched(7, keys))
+        ranks[0].send(BlocksFetched(2, keys))
+        ranks[0].send(BlocksFetched(1, keys))
+        ranks[1].send(BlocksFetched(1, keys[:2]))
+        async with asyncio.timeout(ENOUGH_S):
+            assert await answers.get() == BlocksFetched(1, keys[:2]), "what both have"
+            ranks[1].send(BlocksFetched(2, keys))
+            assert await answers.get() == BlocksFetched(2, keys)
+        await executor.stop(graceful=False)
+
+
+async def test_a_worker_with_one_agent_fetches_nothing_from_ranks_on_several_machines() -> None:
+    handler = RecordingHandler()
+    async with listening(handler) as listener:
+        worker = await StandInWorker.join(listener.address)
+        await loaded(worker)
+        worker.send(READY)
+        executor, answers = ModelExecutor(ServeConfig(), lambda: None), asyncio.Queue[BlocksFetched]()
+        executor.on_fetched = answers.put_nowait
+        executor.adopt(await handler.next_worker())
+        executor.fetch(1, ("tcp://10.0.1.0:8101", "tcp://10.0.1.1:8101"), (b"k" * 16,))
+        async with asyncio.timeout(ENOUGH_S):
+            assert await answers.get() == BlocksFetched(1)
+        await executor.stop(graceful=False)
 
 
 async def test_each_group_has_a_name_of_its_own_in_the_store() -> None:
