@@ -168,6 +168,15 @@ class ServerClient:
         try:
             async with pause_tolerant_timeout(timeout_s), self._http.stream("GET", f"{self._url}/models") as response:
                 body = await read_up_to(response, MAX_MODELS_BYTES)
+            if response.status_code not in (200, 404):  # not all servers list their models
+                log.warning(
+                    "the server of the model %s answered %d when it was asked for its models%s: %s",
+                    self._model,
+                    response.status_code,
+                    " (is its API key right? api_key_env)" if response.status_code in (401, 403) else "",
+                    message_of(body)[0] or response.headers.get("Location", "")[:200],
+                )
+                return None
             models = {each.id: each for each in msgspec.json.decode(body, type=_Models).data}
         except (TimeoutError, self._httpx2.HTTPError) as error:
             reason = str(error) or type(error).__name__

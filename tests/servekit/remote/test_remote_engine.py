@@ -652,3 +652,25 @@ async def test_proxy_is_that_of_the_model_file_and_not_of_the_environment(
         await client.look_up("scripted", 5.0)
         await client.close()
     assert [path for path, _ in remote.asked] == [f"{far}/models", "/v1/models"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (200, None),
+        (404, None),
+        (401, r"answered 401 .* \(is its API key right\? api_key_env\): Incorrect API key"),
+        (500, "answered 500 when it was asked for its models: Incorrect API key"),
+    ],
+)
+async def test_server_that_refuses_to_list_its_models_is_warned_of_at_the_start(
+    remote: ScriptedServer, caplog: pytest.LogCaptureFixture, status: int, message: str | None
+) -> None:
+    if status != 200:
+        remote.scripts["/v1/models"] = [[json.dumps({"error": {"message": "Incorrect API key"}}).encode()]]
+        remote.statuses["/v1/models"] = (status, {})
+    client = ServerClient("m", OpenAISettings(url=f"{remote.url}/v1"))
+    await client.start()
+    assert await client.look_up("scripted", 5.0) is None
+    await client.close()
+    assert [bool(re.search(message or "", each)) for each in caplog.messages] == [True] * (message is not None)
