@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -31,6 +31,7 @@ from servekit.errors import (
     ConfigError,
     InternalError,
     InvalidRequest,
+    ModelNotFound,
     QueueFull,
     ServekitError,
     WorkerNotReady,
@@ -310,9 +311,11 @@ class ModelManager:
         """Whether the caller may use all models that a name stands for."""
         return all(self._models[each].may_be_used_by(caller) for each in self._names.ids_of(name))
 
-    def names_for(self, caller: Caller) -> list[str]:
-        """All names that the caller may use."""
-        return [name for name in self._names if self._may_use(name, caller)]
+    def names_for(self, caller: Caller) -> Iterator[str]:
+        """All names that the caller may use: of models and aliases, then of adapters."""
+        yield from (name for name in self._names if self._may_use(name, caller))
+        for model in self.served(caller):
+            yield from model.adapter_paths
 
     # -- for operators ------------------------------------------------------------------------------------------------
 
@@ -446,7 +449,10 @@ class ModelManager:
     def _remove(self, model: ManagedModel) -> None:
         """Unload a model that is no longer in the file, and then remove it."""
         model.is_removed = True
-        self._fail_waiting(model, model_not_found(model.name, []))
+        self._fail_waiting(
+            model,
+            ModelNotFound(f"The model {model.name!r} is no longer in the models file of this server.", param="model"),
+        )
         self.residency.clear_requested(model.name)
         self.residency.replace(ModelNeeds(model.name, model.spec.memory))
         self.residency.dismiss(model.name)

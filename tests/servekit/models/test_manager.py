@@ -630,3 +630,27 @@ def test_alias_that_an_operator_makes_hides_no_other_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match="choose another name"):
         manager.divide(name, {"base": 1.0}, "key")
     manager.divide("free", {"base": 1.0}, "key")
+
+
+def test_refusal_of_an_unknown_name_lists_the_adapters_that_the_caller_may_use() -> None:
+    second = '[[model]]\nid = "second"\nmodel = "demo"\nlora = "of-law=/x"\nkeep = "on_demand"\ntenants = ["law"]\n'
+    manager = ModelManager(CONFIG, parsed(ADAPTERS + second))
+    for caller, names in (
+        (LAW, "'base', 'second', 'other-name', 'sql', 'law', 'of-law'"),
+        (SEARCH, "'base', 'other-name', 'sql', 'law'"),
+    ):
+        with pytest.raises(ModelNotFound, match=rf"This server has {names}\."):
+            manager.find("nothing", caller)
+
+
+async def test_request_that_waits_for_a_model_which_leaves_the_file_is_told_so(measuring: asyncio.Event) -> None:
+    manager = ModelManager(CONFIG, estimated())
+    try:
+        waiting = asyncio.create_task(manager.find("a", LAW).wait_for_use(LAW))
+        await asyncio.sleep(0)
+        manager.replace_file(estimated(ESTIMATED.replace('"a"', '"b"')))
+        with pytest.raises(ModelNotFound, match="'a' is no longer in the models file"):
+            await waiting
+    finally:
+        measuring.set()
+        await manager.stop()
