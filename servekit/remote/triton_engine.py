@@ -182,9 +182,11 @@ class TritonEngine(RemoteModel):
         assert self.info is not None, "start was called"
         body = write_request(request, self.info, self.config.model_name)
         metrics, started_s, outcome = self.metrics.predictions, self._clock(), "failed"
-        self.sender.places.take(caller.tenant, 1)
+        leave_queue = self._enter_queue(caller.tenant)
         metrics.admitted(request.num_inputs, 0)
-        live = _Live(caller, asyncio.create_task(self._compute(body, caller, decode), name="servekit remote inference"))
+        computation = self._compute(body, caller, decode, leave_queue)
+        live = _Live(caller, asyncio.create_task(computation, name="servekit remote inference"))
+        live.task.add_done_callback(lambda _: leave_queue())  # also if it is cancelled before its first step
         self._live.add(live)
         try:
             deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
@@ -206,9 +208,24 @@ class TritonEngine(RemoteModel):
             for _ in range(request.num_inputs):
                 metrics.ended(outcome, self._clock() - started_s)
 
-    async def _compute(self, body: list[Bytes], caller: Caller, decode: DecodeOutputs | None) -> list[Tensor]:
+    def _enter_queue(self, tenant: str) -> Callable[[], None]:
+        """Take a place in the queue, and return the function that gives it back, which is idempotent."""
+        places, is_held = self.sender.places, True
+        places.take(tenant, 1)
+
+        def leave_queue() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                places.release(tenant, 1)
+
+        return leave_queue
+
+    async def _compute(
+        self, body: list[Bytes], caller: Caller, decode: DecodeOutputs | None, leave_queue: Callable[[], None]
+    ) -> list[Tensor]:
         """Return the outputs. A large answer is decoded when its connection is free again."""
-        answer = await self._infer(body, caller)
+        answer = await self._infer(body, caller, leave_queue)
         if isinstance(answer, list):
             return answer
         try:
@@ -221,7 +238,9 @@ class TritonEngine(RemoteModel):
         finally:
             answer.attempt.report(Outcome.UNKNOWN, "aborted")
 
-    async def _infer(self, body: list[Bytes], caller: Caller) -> list[Tensor] | _Undecoded:
+    async def _infer(
+        self, body: list[Bytes], caller: Caller, leave_queue: Callable[[], None]
+    ) -> list[Tensor] | _Undecoded:
         """Return the outputs, or an answer that is not decoded yet."""
         answer: list[Tensor] | _Undecoded = []
 
@@ -229,19 +248,8 @@ class TritonEngine(RemoteModel):
             nonlocal answer
             answer = await self._exchange(attempt, body, caller.request_id)
 
-        has_left = False
-
-        def leave_queue() -> None:
-            nonlocal has_left
-            has_left = True
-            self.sender.places.release(caller.tenant, 1)
-
-        try:
-            async with self.sender.connection(caller.tenant, leave_queue):
-                await self.sender.send(exchange)
-        finally:
-            if not has_left:  # cancelled before it began
-                leave_queue()
+        async with self.sender.connection(caller.tenant, leave_queue):
+            await self.sender.send(exchange)
         return answer
 
     async def _exchange(self, attempt: Attempt, body: list[Bytes], request_id: str) -> list[Tensor] | _Undecoded:

@@ -51,7 +51,11 @@ class VllmEngine(RemoteEngine):
     ) -> None:
         """`devices` are those that vLLM may use, such as cuda:0."""
         self._process = VllmProcess()
-        super().__init__(config, settings, clock, metrics, socket=self._process.socket)
+        try:
+            super().__init__(config, settings, clock, metrics, socket=self._process.socket)
+        except BaseException:
+            self._process.remove_folder()
+            raise
         self._command = [*settings.command, "serve", config.model, "--uds", self._process.socket, *settings.arguments]
         self._environment = settings.environment
         self._visible_devices = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

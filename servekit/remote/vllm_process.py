@@ -79,6 +79,10 @@ class VllmProcess:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Remove the folder of its socket."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @staticmethod

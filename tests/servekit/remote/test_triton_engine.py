@@ -486,3 +486,20 @@ async def test_queue_is_bounded_and_texts_are(triton: TritonServer, start: Start
         await engine.infer(InferenceRequest(texts=["d"] * 3))
     triton.hold.set()
     assert [values_of(each) for each in await asyncio.gather(running, waiting)] == [{"LENGTH": [1]}, {"LENGTH": [1, 2]}]
+
+
+async def test_inference_that_ends_before_its_task_has_begun_gives_its_place_back(
+    triton: TritonServer, start: Started
+) -> None:
+    engine = await start(triton)
+    inference = asyncio.create_task(engine.infer(SUM, Caller("law")))
+    for _ in range(10):
+        await asyncio.sleep(0)
+        if engine._live:
+            break
+    (live,) = engine._live
+    live.task.cancel()  # in the same step of the event loop in which it was made
+    with pytest.raises(asyncio.CancelledError):
+        await inference
+    await asyncio.sleep(0)
+    assert engine.sender.places.total == 0

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,9 +19,10 @@ from starlette.applications import Starlette
 from servekit.api.app import create_app
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
-from servekit.errors import ServekitError, WorkerLost, WorkerNotReady
+from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerNotReady
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
+from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.settings import VllmSettings
 from servekit.remote.vllm_engine import VllmEngine, visible_devices
 from tests.support.asgi import Answer, ask
@@ -192,3 +194,15 @@ async def test_load_timeout_ends_vllm(told: Path) -> None:
     with pytest.raises(WorkerNotReady, match=r"within 0\.01 s"):
         await engine.start()
     await engine.stop(graceful=False)
+
+
+def test_engine_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConfigError("httpx2 is missing")
+
+    monkeypatch.setattr(RemoteEngine, "__init__", fail)
+    with pytest.raises(ConfigError):
+        VllmEngine(ServeConfig(model="m"), VllmSettings(), [])
+    assert not list(tmp_path.iterdir())
