@@ -16,12 +16,14 @@ from servekit.simulation.model import is_simulated
 GENERATE = "generate"  # the kind of models that generate text
 FILES = ("config.json", "config_sentence_transformers.json", "modules.json")
 
+_KINDS: dict[tuple[str, str | None], str] = {}  # of models of Hugging Face, by id and revision
+
 
 def choose_kind(config: ServeConfig) -> str:
     """Return the kind of the model that the settings name: that of --kind, or what its files say.
 
-    Of a model that is not on this machine, the small files are downloaded. If that fails, the kind is `generate`, and
-    loading the model reports why.
+    Of a model that is not on this machine, the small files are downloaded, once for this process. If that fails, the
+    kind is `generate`, and loading the model reports why.
     """
     if config.kind != "auto":
         return config.kind
@@ -32,7 +34,20 @@ def choose_kind(config: ServeConfig) -> str:
         return kind_of({name: _read_json(Path(model) / name) for name in FILES})
     if model.startswith((".", "/", "~")):
         return GENERATE
-    return kind_of({name: _download_json(config, name) for name in FILES})
+    return _kind_of_repository(config)
+
+
+def _kind_of_repository(config: ServeConfig) -> str:
+    """Return the kind of a model of Hugging Face. Its files are asked for once: the models file may be read often."""
+    name = (config.model, config.revision)
+    known = _KINDS.get(name)
+    if known is not None:
+        return known
+    files = {file: _download_json(config, file) for file in FILES}
+    kind = kind_of(files)
+    if files["config.json"] is not None:  # otherwise the network may have failed
+        _KINDS[name] = kind
+    return kind
 
 
 def kind_of(files: dict[str, Any]) -> str:

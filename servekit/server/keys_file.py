@@ -23,7 +23,10 @@ log = logging.getLogger("servekit")
 
 Content = TypeVar("Content")
 
-RELOAD_TIMEOUT_S = 10.0  # a network file system may not answer
+# What a models file may wait for, besides its file system.
+_NETWORK = " and the network, from which the kinds of new models are read (or set their kind in the file)"
+
+RELOAD_TIMEOUT_S = 10.0  # a network file system may not answer, nor Hugging Face for a new model of the models file
 
 
 class KeysReload:
@@ -84,10 +87,11 @@ class KeysReload:
             log.error("%s were not changed: %s", what, error.message)
         except TimeoutError:
             log.error(
-                "%s were not changed: the file could not be read within %g s; check its file system, and send SIGHUP "
+                "%s were not changed: the file could not be read within %g s; check its file system%s, and send SIGHUP "
                 "again",
                 what,
                 RELOAD_TIMEOUT_S,
+                _NETWORK if setting == "models" else "",
             )
         return None
 

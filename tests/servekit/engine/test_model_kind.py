@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from servekit.config import ServeConfig
+from servekit.engine import model_kind
 from servekit.engine.model_kind import choose_kind
+from servekit.errors import ConfigError
 
 TRANSFORMER = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}}
@@ -64,3 +66,27 @@ def test_the_setting_comes_first() -> None:
 @pytest.mark.parametrize("model", ["demo", "sim:instant", "./nowhere", "/nowhere/model.gguf"])
 def test_other_models_generate(model: str) -> None:
     assert choose_kind(ServeConfig(model=model)) == "generate"
+
+
+def test_files_of_a_repository_are_asked_for_until_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    is_reachable = False
+
+    def download(_: str, name: str, revision: str | None) -> Path:
+        asked.append(name)
+        if not is_reachable or name != "config.json":
+            raise ConfigError("no network, or no such file")
+        file = tmp_path / str(revision)
+        file.write_text(json.dumps({"architectures": ["BertModel" if revision == "v2" else "LlamaForCausalLM"]}))
+        return file
+
+    monkeypatch.setattr(model_kind, "download_file", download)
+    monkeypatch.setattr(model_kind, "_KINDS", {})
+    first, second = ServeConfig(model="org/name"), ServeConfig(model="org/name", revision="v2")
+    assert choose_kind(second) == "generate" and len(asked) == 3
+    is_reachable = True
+    for _ in range(3):
+        assert (choose_kind(first), choose_kind(second)) == ("generate", "embed")
+    assert len(asked) == 3 + 2 * 3

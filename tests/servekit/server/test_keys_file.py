@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -95,3 +96,19 @@ async def test_file_that_cannot_be_read_in_time_changes_nothing(
         await until(lambda: "could not be read within 0.05 s" in caplog.text)
         assert known(app) == ["setting", "one"]
         fifo.write_bytes(b"")  # lets the thread end
+
+
+async def test_models_that_cannot_be_read_in_time_may_wait_for_the_network(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, goes_on = tmp_path / "models.toml", threading.Event()
+    _write(path, "")
+    monkeypatch.setattr(keys_file, "RELOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keys_file, "read_model_file", lambda _: goes_on.wait(LIMIT_S))
+    reload = KeysReload(lambda _: None, ServeConfig(models=str(path)), lambda _: None)
+    task = asyncio.create_task(reload.run())
+    reload.request()
+    async with asyncio.timeout(LIMIT_S):
+        await until(lambda: "check its file system and the network, from which the kinds" in caplog.text)
+    goes_on.set()
+    task.cancel()
