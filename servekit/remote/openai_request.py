@@ -15,7 +15,7 @@ from msgspec import Struct
 from servekit.errors import InvalidRequest
 from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Sampling
 
-Dialect = Literal["openai", "vllm"]
+Dialect = Literal["openai", "vllm", "tgi"]
 Json = dict[str, Any]
 
 _OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop")
@@ -46,13 +46,15 @@ class RemoteRequest(Struct, frozen=True):
 def check_supported(request: GenerationRequest, model: str, dialect: Dialect) -> None:
     """Raise InvalidRequest for what the server of a remote model cannot do. `model` is its name here."""
     refused = {
-        "logprobs": request.logprobs is not None and dialect == "openai",
+        "logprobs": request.logprobs is not None and dialect != "vllm",
         "prompt_logprobs": request.prompt_logprobs is not None,
         "return_token_ids": request.returns_token_ids,
         "truncate": request.truncate is not None,
         "suffix": request.suffix is not None,
         "best_of": request.best_of > request.n,
         "typical_p": request.sampling.typical_p not in (None, 1.0),
+        "n": request.n > 1 and dialect == "tgi",  # it takes both, and ignores them
+        "logit_bias": bool(request.sampling.logit_bias) and dialect == "tgi",
     }
     for name, is_wanted in refused.items():
         if is_wanted:
@@ -73,7 +75,7 @@ def check_supported(request: GenerationRequest, model: str, dialect: Dialect) ->
             "max_tokens (or max_new_tokens)",
             param="max_tokens",
         )
-    if dialect == "openai":
+    if dialect != "vllm":
         _check_dialect(request, model)
 
 
@@ -119,7 +121,7 @@ def write_requests(request: GenerationRequest, name: str, dialect: Dialect) -> l
     if chat is not None:
         fields |= _chat_fields(chat, dialect)
         if request.max_tokens is not None:
-            # OpenAI's newer models refuse max_tokens; TGI and older servers know only max_tokens.
+            # OpenAI's newer models refuse max_tokens; TGI ignores max_completion_tokens, so answers had no limit.
             fields["max_completion_tokens" if dialect == "openai" else "max_tokens"] = request.max_tokens
         return [RemoteRequest("/chat/completions", fields, as_openai_writes(chat.messages, dialect))]
     fields["max_tokens"] = request.max_tokens  # `check_supported` refuses a prompt without it

@@ -12,7 +12,7 @@ Seconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 TAKES = {
     "url": "an address such as 'https://api.example.com/v1' or 'http://triton:8000', without user, query and fragment",
     "api_key_env": "the name of an environment variable, which has the API key",
-    "dialect": "'openai' or 'vllm'",
+    "dialect": "'openai', 'vllm' or 'tgi'",
     "proxy": "the address of an HTTP proxy such as 'http://proxy:3128', without a user",
     "max_connections": "an integer from 1 to 4096",
     "connect_timeout": "a number above 0 up to 3600: seconds",
@@ -58,7 +58,8 @@ class OpenAISettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_f
     """A server that speaks OpenAI's API: kind `openai`."""
 
     # vllm: the server takes vLLM's parameters besides OpenAI's, as SGLang and servekit do, too.
-    dialect: Literal["openai", "vllm"] = "openai"
+    # tgi: the server takes fewer than OpenAI's, and max_tokens in the place of max_completion_tokens.
+    dialect: Literal["openai", "vllm", "tgi"] = "openai"
     first_token_timeout: Seconds = 120.0  # for a connection, and then again for the first piece of the answer
     token_timeout: Seconds = 60.0  # for each further piece
 
@@ -80,7 +81,7 @@ class VllmSettings(OpenAISettings, frozen=True, kw_only=True, forbid_unknown_fie
     """How this server starts vLLM and sends requests to it: kind `vllm`."""
 
     url: str = "http://vllm/v1"  # the host name is never resolved: requests go through a socket file
-    dialect: Literal["openai", "vllm"] = "vllm"
+    dialect: Literal["openai", "vllm", "tgi"] = "vllm"
     command: Annotated[tuple[str, ...], Meta(min_length=1)] = ("vllm",)  # the program, with arguments before `serve`
     arguments: list[str] = []  # of `vllm serve`
     environment: dict[str, str] = {}

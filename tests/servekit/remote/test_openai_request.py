@@ -137,7 +137,7 @@ def test_grammars_are_sent_as_the_server_knows_them() -> None:
         of_text("x", max_tokens=None),
     ],
 )
-@pytest.mark.parametrize("dialect", ["openai", "vllm"])
+@pytest.mark.parametrize("dialect", ["openai", "vllm", "tgi"])
 def test_what_no_remote_server_can_do_is_refused(request_: GenerationRequest, dialect: Dialect) -> None:
     with pytest.raises(InvalidRequest):
         check_supported(request_, "m", dialect)
@@ -199,3 +199,26 @@ def test_calls_and_results_are_written_as_openai_does() -> None:
     for bad in ({}, {"function": "f"}, {"function": {"name": 1}}):
         with pytest.raises(InvalidRequest):
             as_openai_writes([{"role": "assistant", "content": "", "tool_calls": [bad]}], "openai")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field"), [("openai", "max_completion_tokens"), ("vllm", "max_tokens"), ("tgi", "max_tokens")]
+)
+def test_limit_of_a_chat_has_the_name_that_the_server_knows(dialect: Dialect, field: str) -> None:
+    limits = {name: value for name, value in sent(of_chat(), dialect).fields.items() if name.startswith("max_")}
+    assert limits == {field: 5}
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (of_text(n=2), "n"),
+        (of_text(sampling=Sampling(logit_bias={5: 1.0})), "logit_bias"),
+        (of_text(logprobs=1), "logprobs"),
+        (of_text(sampling=Sampling(top_k=3)), "top_k"),
+    ],
+)
+def test_what_tgi_ignores_is_refused(request_: GenerationRequest, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_supported(request_, "m", "tgi")
+    assert refused.value.param == param

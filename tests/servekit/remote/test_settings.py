@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
+from servekit.remote.openai_request import Dialect
 from servekit.remote.settings import TAKES, OpenAISettings, TritonSettings, VllmSettings
 
 
@@ -46,3 +47,9 @@ def test_each_kind_bounds_the_first_of_an_answer_by_a_setting_of_its_own() -> No
     assert OpenAISettings(url="http://a", first_token_timeout=7.0).first_answer_timeout_s == 7.0
     assert VllmSettings(first_token_timeout=8.0).first_answer_timeout_s == 8.0
     assert TritonSettings(url="http://a", answer_timeout=9.0).first_answer_timeout_s == 9.0
+
+
+@pytest.mark.parametrize("dialect", ["openai", "vllm", "tgi"])
+def test_each_dialect_that_requests_are_written_in_can_be_set(dialect: str) -> None:
+    assert msgspec.convert({"url": "http://h/v1", "dialect": dialect}, OpenAISettings).dialect == dialect
+    assert dialect in get_args(Dialect)
