@@ -80,7 +80,11 @@ def estimated_bytes(config: ServeConfig) -> int | None:
     except ConfigError:  # loading the model reports it
         return None
     cache_bytes = config.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else 0)
-    number_bytes = NUMBER_BYTES.get("float32" if config.dtype == "auto" and on_cpu else config.dtype)
+    dtype: str = config.dtype
+    if dtype == "auto" and on_cpu:  # predictors, and what is beside quantized weights, are float32
+        is_plain = kind == GENERATE and config.quantization is None
+        dtype = read_stored_numbers(path).cpu_dtype if is_plain else "float32"
+    number_bytes = NUMBER_BYTES.get(dtype)
     num_weight_bytes = weight_bytes(path, number_bytes, config.quantization, config.quantization_group_size)
     if not num_weight_bytes or is_simulated(config.model) or (kind == GENERATE and not cache_bytes):
         return None

@@ -24,6 +24,19 @@ _LLAMA_LIKE = {
     "max_position_embeddings": 256,
 }
 _ONE_HEAD_PER_KEY = {**_LLAMA_LIKE, "num_key_value_heads": 6}
+_PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+_TWO_ROTATIONS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+}
+_MULTIPLIERS = {  # of Granite 3, nearly
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 _OPT = {
     "vocab_size": VOCAB_SIZE,
@@ -53,13 +66,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma": ("gemma", _LLAMA_LIKE),
     "gemma2": ("gemma2", {**_LLAMA_LIKE, "sliding_window": 8, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {**_LLAMA_LIKE, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3_two_rotations": (
+        "gemma3_text",
+        {**_LLAMA_LIKE, "sliding_window": 8, "layer_types": _MIXED_LAYERS, "rope_parameters": _TWO_ROTATIONS},
+    ),
     "phi": ("phi", _ONE_HEAD_PER_KEY),
     "phi3": ("phi3", {**_LLAMA_LIKE, "sliding_window": 11}),
+    "phi3_partly_rotated": ("phi3", {**_LLAMA_LIKE, "rope_parameters": _PARTLY_ROTATED}),  # as Phi-4-mini is
     "opt": ("opt", _OPT),
     "gpt2": ("gpt2", _GPT2),
     "gpt_neox": ("gpt_neox", _ONE_HEAD_PER_KEY),
     "olmo2": ("olmo2", _LLAMA_LIKE),
+    "olmo3": ("olmo3", {**_LLAMA_LIKE, "sliding_window": 8, "layer_types": _MIXED_LAYERS}),
     "granite": ("granite", _LLAMA_LIKE),
+    "granite_scaled": ("granite", {**_LLAMA_LIKE, **_MULTIPLIERS}),
+    "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, **_EXPERTS, "norm_topk_prob": True}),
+    # Every second layer has experts.
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**_LLAMA_LIKE, **_EXPERTS, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2},
+    ),
     # Their decoder layers drop keyword arguments; see workers/loading/attention_recording.py.
     "stablelm": ("stablelm", {**_LLAMA_LIKE, "qk_layernorm": True, "use_parallel_residual": True}),
     "nemotron": ("nemotron", _LLAMA_LIKE),

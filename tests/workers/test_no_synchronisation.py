@@ -129,6 +129,13 @@ class TorchOps:
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
+    def norm_add(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor) -> Tensor:
+        return residual + self.norm(x, weight, epsilon)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

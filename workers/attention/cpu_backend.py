@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionMetadata, AttentionParams, HeadNorms, PagedStep, Rotation
-from workers.csrc.bindings import PAGE_FORMATS, CAttentionMetadata, CAttentionParams, CLayerPages
+from workers.csrc.bindings import PAGE_FORMATS, CAttentionMetadata, CAttentionParams, CHeadNorms, CLayerPages, CRotation
 from workers.csrc.build import LANES
 from workers.kv_cache.kv_quantization import SCALE_BYTES, PageFormat, QuantizedPages
 from workers.kv_cache.pages import KVCache, LayerShape, Shape
@@ -88,19 +88,15 @@ class CpuAttention:
     ) -> Tensor:
         shape = step.cache.layers[layer]
         num_heads = qkv.shape[1] // shape.key_dim - 2 * shape.num_kv_heads
-        cosines, sines = rotation
-        assert qkv.is_contiguous() and cosines.is_contiguous() and sines.is_contiguous()
+        assert qkv.is_contiguous()
         output = qkv.new_empty(qkv.shape[0], num_heads * shape.value_dim)
         pages = self.layer_pages(step.cache, layer, num_heads, params)
         self._rotate_store_and_attend(
             ctypes.byref(pages),
             ctypes.byref(step.prepared),
             qkv.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            None if norms is None else norms.query_weight.data_ptr(),
-            None if norms is None else norms.key_weight.data_ptr(),
-            0.0 if norms is None else norms.epsilon,
+            ctypes.byref(rotation_struct(rotation, qkv.dtype)),
+            ctypes.byref(head_norms_struct(norms)),
             output.data_ptr(),
         )
         return output
@@ -127,6 +123,23 @@ class CpuAttention:
             )
             known = self._structs[layer] = (params, struct, sinks)  # keeps them alive, because C has only addresses
         return CLayerPages(ctypes.addressof(known[1]), cache.keys[layer].data_ptr(), cache.values[layer].data_ptr())
+
+
+def rotation_struct(rotation: Rotation, dtype: torch.dtype) -> CRotation:
+    """Return cosines and sines of `dtype` as the C functions take them. It points to the tensors."""
+    cosines, sines = rotation
+    assert cosines.dtype is sines.dtype is dtype
+    assert cosines.is_contiguous() and sines.is_contiguous()
+    return CRotation(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1])
+
+
+def head_norms_struct(norms: HeadNorms | None) -> CHeadNorms:
+    """Return norms as the C functions take them. It points to their weights."""
+    if norms is None:
+        return CHeadNorms()
+    for weight in (norms.query_weight, norms.key_weight):
+        assert weight.dtype is torch.float32 and weight.is_contiguous()
+    return CHeadNorms(norms.query_weight.data_ptr(), norms.key_weight.data_ptr(), norms.epsilon, norms.spans_heads)
 
 
 def _with_dense_heads(tensor: Tensor) -> Tensor:

@@ -91,6 +91,9 @@ class TritonAttention:
     ) -> Tensor:
         shape = step.cache.layers[layer]
         num_heads = qkv.shape[1] // shape.key_dim - 2 * shape.num_kv_heads
+        if norms is not None and norms.spans_heads:
+            _norm_all_heads(qkv, num_heads * shape.key_dim, norms)
+            norms = None
         cosines, sines = rotation
         triton_rotary.rotate_and_store(
             qkv,
@@ -144,6 +147,13 @@ class TritonAttention:
         value_codes, value_scales = _split(values, value_shape, self._format.code_dtype)
         given = cache.key_scales[layer], cache.value_scales[layer]
         return LayerPages(key_codes, value_codes, key_scales, value_scales, *given)
+
+
+def _norm_all_heads(qkv: Tensor, query_size: int, norms: HeadNorms) -> None:
+    """Normalise the queries of each token together, in place, and so its keys."""
+    queries, keys, _ = qkv.tensor_split((query_size, query_size + len(norms.key_weight)), dim=1)
+    for part, weight in ((queries, norms.query_weight), (keys, norms.key_weight)):
+        part.copy_(F.rms_norm(part.float(), weight.shape, weight, norms.epsilon))
 
 
 def _vectors_of(layer: LayerShape, block_size: int) -> tuple[Shape, Shape]:

@@ -41,16 +41,18 @@ class AttentionParams:
     num_heads: int | None = None  # query heads; None where no kernel needs the number
 
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines [num_tokens, head_dim], both halves alike
+# Cosines and sines [num_tokens, rotary_dim], both halves alike, for the first rotary_dim dimensions of each head.
+Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of each query and key head, applied before the rotation: Qwen 3."""
+    """RMS norms of queries and keys, applied before the rotation: Qwen 3. Weights are float32."""
 
-    query_weight: Tensor  # [head_dim]
-    key_weight: Tensor  # [head_dim]
+    query_weight: Tensor  # [head_dim], or [num_heads * head_dim] if it spans heads
+    key_weight: Tensor  # [head_dim], or [num_kv_heads * head_dim]
     epsilon: float
+    spans_heads: bool = False  # all heads of a token have one norm together, and not one each: OLMo 2
 
 
 class AttentionBackend(Protocol):

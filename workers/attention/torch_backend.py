@@ -106,11 +106,22 @@ class TorchAttention:
         heads = qkv.view(qkv.shape[0], -1, shape.key_dim)
         queries, keys, values = heads.tensor_split((-2 * shape.num_kv_heads, -shape.num_kv_heads), dim=1)
         if norms is not None:
-            queries = F.rms_norm(queries, queries.shape[-1:], norms.query_weight, norms.epsilon)
-            keys = F.rms_norm(keys, keys.shape[-1:], norms.key_weight, norms.epsilon)
-        cosines, sines = (each[:, None] for each in rotation)
-        queries, keys = (heads * cosines + _rotate_half(heads) * sines for heads in (queries, keys))
+            queries, keys = _norm(queries, norms.query_weight, norms), _norm(keys, norms.key_weight, norms)
+        queries, keys = _rotate(queries, rotation), _rotate(keys, rotation)
         return self.attend(step, layer, queries, keys, values, params).flatten(1)
+
+
+def _norm(heads: Tensor, weight: Tensor, norms: HeadNorms) -> Tensor:
+    """Normalise heads [num_tokens, num_heads, head_dim], each by itself or all of a token together."""
+    numbers = heads.flatten(1).float() if norms.spans_heads else heads.float()
+    return F.rms_norm(numbers, weight.shape, weight, norms.epsilon).to(heads.dtype).view_as(heads)
+
+
+def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the first dimensions of heads [num_tokens, num_heads, head_dim], as many as there are cosines."""
+    cosines, sines = (each[:, None] for each in rotation)
+    rotated, others = heads.tensor_split((cosines.shape[-1],), dim=-1)
+    return torch.cat([rotated * cosines + _rotate_half(rotated) * sines, others], dim=-1)
 
 
 def _rotate_half(heads: Tensor) -> Tensor:

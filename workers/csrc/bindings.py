@@ -100,6 +100,44 @@ class CSideBySideWeight(ctypes.Structure):
     _fields_ = (("base", CPreparedWeight), ("num_parts", _int64), ("parts", _pointer))
 
 
+class CRotation(ctypes.Structure):
+    """By how much heads are rotated: `rotation`."""
+
+    _fields_ = (("cosines", _pointer), ("sines", _pointer), ("dim", _int64))
+
+
+class CHeadNorms(ctypes.Structure):
+    """RMS norms of queries and keys: `head_norms`."""
+
+    _fields_ = (("query", _pointer), ("key", _pointer), ("epsilon", _float), ("spans_heads", _int64))
+
+
+class CNorm(ctypes.Structure):
+    """An RMS norm: `norm`."""
+
+    _fields_ = (("weight", _pointer), ("epsilon", _float))
+
+
+class CExperts(ctypes.Structure):
+    """The experts of a layer: `experts`."""
+
+    _fields_ = (
+        ("router", _pointer),
+        ("router_bias", _pointer),
+        ("gate_up", _pointer),
+        ("down", _pointer),
+        ("num_experts", _int64),
+        ("num_chosen", _int64),
+        ("normalizes", _int64),
+        ("max_rows", _int64),
+        ("gate", _pointer),
+        ("shared_gate_up", _pointer),
+        ("shared_down", _pointer),
+        ("shared_router", _pointer),
+        ("workspace_bytes", _int64),
+    )
+
+
 class CDecoderLayer(ctypes.Structure):
     """The weights of one decoder layer: `decoder_layer`."""
 
@@ -108,13 +146,14 @@ class CDecoderLayer(ctypes.Structure):
         ("output", _pointer),
         ("gate_up", _pointer),
         ("down", _pointer),
-        ("attention_norm", _pointer),
-        ("mlp_norm", _pointer),
-        ("query_norm", _pointer),
-        ("key_norm", _pointer),
-        ("attention_epsilon", _float),
-        ("mlp_epsilon", _float),
-        ("head_epsilon", _float),
+        ("attention_norm", CNorm),
+        ("attention_output_norm", CNorm),
+        ("mlp_norm", CNorm),
+        ("mlp_output_norm", CNorm),
+        ("head_norms", CHeadNorms),
+        ("rotation", _int64),
+        ("gate", _pointer),
+        ("experts", _pointer),
         ("qkv_lora", _pointer),
         ("output_lora", _pointer),
         ("gate_up_lora", _pointer),
@@ -207,12 +246,14 @@ class CTokenSpan(ctypes.Structure):
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     # pages, metadata; queries, keys and values, each with its stride; output
     "store_and_attend": (None, [_pointer] * 2 + [_pointer, _int64] * 3 + [_pointer]),
-    # pages, metadata; qkv, cosines, sines, query_norm, key_norm; epsilon; output
-    "rotate_store_and_attend": (None, [_pointer] * 2 + [_pointer] * 5 + [_float, _pointer]),
-    # x, weight, output; num_rows, size; epsilon
-    "rms_norm": (None, [_pointer] * 3 + [_int64] * 2 + [_float]),
+    # pages, metadata, qkv, rotation, norms, output
+    "rotate_store_and_attend": (None, [_pointer] * 6),
+    # x, weight, residual, output; num_rows, size; epsilon
+    "rms_norm": (None, [_pointer] * 4 + [_int64] * 2 + [_float]),
     # gate_up, output; num_rows, size
     "swiglu": (None, [_pointer] * 2 + [_int64] * 2),
+    "geglu": (None, [_pointer] * 2 + [_int64] * 2),
+    "clamped_swiglu": (None, [_pointer] * 2 + [_int64] * 2),
     "skinny_gemm_max_rows": (_int64, []),
     # weight, packed; num_outputs, num_inputs, num_bytes
     "packed_block_width": (_int64, [_pointer] * 2 + [_int64] * 3),
@@ -226,8 +267,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "multiply_side_by_side": (None, [_pointer] * 4 + [_int64, _pointer]),
     # weight, step, x, output
     "add_lora": (None, [_pointer] * 4),
-    # layers, pages; num_layers; metadata, adapters, cosines, sines, x, workspace, gemm_workspace
-    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 7),
+    # experts, x, output; num_rows; workspace, gemm_workspace
+    "add_experts": (None, [_pointer] * 3 + [_int64] + [_pointer] * 2),
+    # layers, pages; num_layers; metadata, adapters, rotations, x, workspace, gemm_workspace
+    "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 6),
     # model, table, spans; num_spans; drafts; drafts_width
     "continue_greedily": (None, [_pointer] * 3 + [_int64, _pointer, _int64]),
     "use_all_threads": (None, []),

@@ -50,16 +50,17 @@ static void compute(const language_model *model, const slot_table *table, const 
     query_starts[num_sequences] = (int32_t)num_tokens;
     const attention_metadata metadata = {num_tokens, slot_mapping, num_sequences, query_starts, lengths,
                                          model->block_table, width};
-    decode_layers(model->layers, model->pages, model->num_layers, &metadata, NULL, model->cosines, model->sines,
-                  model->states, model->workspace, model->gemm_workspace);
+    const rotation rotation = {model->cosines, model->sines, model->head_dim};
+    decode_layers(model->layers, model->pages, model->num_layers, &metadata, NULL, &rotation, model->states,
+                  model->workspace, model->gemm_workspace);
 }
 
 /* Choose the likeliest token after each of these rows of model->states. */
 static void choose(const language_model *model, const int64_t *rows, int64_t num_rows, int64_t *chosen) {
     scalar *const normed = model->workspace;
     for (int64_t i = 0; i < num_rows; i++)
-        rms_norm(model->states + rows[i] * model->hidden_size, model->last_norm, normed + i * model->hidden_size, 1,
-                 model->hidden_size, model->last_norm_epsilon);
+        rms_norm(model->states + rows[i] * model->hidden_size, model->last_norm, NULL, normed + i * model->hidden_size,
+                 1, model->hidden_size, model->last_norm_epsilon);
     model->head->multiply(model->head, normed, NULL, model->logits, num_rows, model->gemm_workspace);
     for (int64_t i = 0; i < num_rows; i++)
         chosen[i] = position_of_largest(model->logits + i * model->head->num_outputs, model->num_choices);

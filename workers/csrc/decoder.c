@@ -1,4 +1,4 @@
-/* All layers of a decoder of the Llama family, with weights of any kind.
+/* All layers of a decoder, with weights of any kind.
 
    They run in one call. Between two calls, Python takes longer than an OpenMP thread spins before it sleeps (some
    microseconds), and to wake a thread takes longer than to multiply. */
@@ -23,32 +23,55 @@ void multiply_side_by_side(const prepared_weight *weight, const scalar *x, const
     }
 }
 
+/* The input of attention or of an MLP: x, or its norm in `normed`. */
+static const scalar *norm_input(const norm *norm, const scalar *x, scalar *normed, int64_t num_rows, int64_t size) {
+    if (!norm->weight) return x;
+    rms_norm(x, norm->weight, NULL, normed, num_rows, size, norm->epsilon);
+    return normed;
+}
+
+/* x += norm(input W' + b). Without the norm, the product is added to x at once. */
+static void add_product(const prepared_weight *weight, const lora_weight *lora, const lora_step *adapters,
+                        const norm *norm, const scalar *input, scalar *x, scalar *product, int64_t num_rows,
+                        void *gemm_workspace) {
+    scalar *const sum = norm->weight ? product : x;
+    weight->multiply(weight, input, norm->weight ? NULL : x, sum, num_rows, gemm_workspace);
+    if (adapters) add_lora(lora, adapters, input, sum);
+    if (norm->weight) rms_norm(product, norm->weight, x, x, num_rows, weight->num_outputs, norm->epsilon);
+}
+
+static void add_mlp(const decoder_layer *layer, const lora_step *adapters, const scalar *input, scalar *x,
+                    scalar *product, int64_t num_rows, scalar *workspace, void *gemm_workspace) {
+    const prepared_weight *to_gate_up = layer->gate_up, *down = layer->down;
+    const int64_t inner_size = down->num_inputs;
+    scalar *gate_up = workspace, *activated = gate_up + num_rows * 2 * inner_size;
+    to_gate_up->multiply(to_gate_up, input, NULL, gate_up, num_rows, gemm_workspace);
+    if (adapters) add_lora(layer->gate_up_lora, adapters, input, gate_up);
+    layer->gate(gate_up, activated, num_rows, inner_size);
+    add_product(down, layer->down_lora, adapters, &layer->mlp_output_norm, activated, x, product, num_rows,
+                gemm_workspace);
+}
+
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
-                   const attention_metadata *metadata, const lora_step *adapters, const scalar *cosines,
-                   const scalar *sines, scalar *x, scalar *workspace, void *gemm_workspace) {
+                   const attention_metadata *metadata, const lora_step *adapters, const rotation *rotations, scalar *x,
+                   scalar *workspace, void *gemm_workspace) {
     const int64_t num_tokens = metadata->num_tokens;
     for (int64_t i = 0; i < num_layers; i++) {
         const decoder_layer *layer = layers + i;
         const prepared_weight *to_qkv = layer->qkv, *to_output = layer->output;
-        const prepared_weight *to_gate_up = layer->gate_up, *down = layer->down;
-        const int64_t hidden_size = to_qkv->num_inputs, inner_size = down->num_inputs;
+        const int64_t hidden_size = to_qkv->num_inputs;
         scalar *normed = workspace;
         scalar *qkv = normed + num_tokens * hidden_size;
         scalar *attended = qkv + num_tokens * to_qkv->num_outputs;
-        scalar *gate_up = attended + num_tokens * to_output->num_inputs;
-        scalar *activated = gate_up + num_tokens * 2 * inner_size;
-        rms_norm(x, layer->attention_norm, normed, num_tokens, hidden_size, layer->attention_epsilon);
-        to_qkv->multiply(to_qkv, normed, NULL, qkv, num_tokens, gemm_workspace);
-        if (adapters) add_lora(layer->qkv_lora, adapters, normed, qkv);
-        rotate_store_and_attend(pages + i, metadata, qkv, cosines, sines, layer->query_norm, layer->key_norm,
-                                layer->head_epsilon, attended);
-        to_output->multiply(to_output, attended, x, x, num_tokens, gemm_workspace);
-        if (adapters) add_lora(layer->output_lora, adapters, attended, x);
-        rms_norm(x, layer->mlp_norm, normed, num_tokens, hidden_size, layer->mlp_epsilon);
-        to_gate_up->multiply(to_gate_up, normed, NULL, gate_up, num_tokens, gemm_workspace);
-        if (adapters) add_lora(layer->gate_up_lora, adapters, normed, gate_up);
-        swiglu(gate_up, activated, num_tokens, inner_size);
-        down->multiply(down, activated, x, x, num_tokens, gemm_workspace);
-        if (adapters) add_lora(layer->down_lora, adapters, activated, x);
+        scalar *rest = attended + num_tokens * to_output->num_inputs;
+        const scalar *input = norm_input(&layer->attention_norm, x, normed, num_tokens, hidden_size);
+        to_qkv->multiply(to_qkv, input, NULL, qkv, num_tokens, gemm_workspace);
+        if (adapters) add_lora(layer->qkv_lora, adapters, input, qkv);
+        rotate_store_and_attend(pages + i, metadata, qkv, rotations + layer->rotation, &layer->head_norms, attended);
+        add_product(to_output, layer->output_lora, adapters, &layer->attention_output_norm, attended, x, normed,
+                    num_tokens, gemm_workspace);
+        input = norm_input(&layer->mlp_norm, x, normed, num_tokens, hidden_size);
+        if (layer->experts) add_experts(layer->experts, input, x, num_tokens, rest, gemm_workspace);
+        else add_mlp(layer, adapters, input, x, normed, num_tokens, rest, gemm_workspace);
     }
 }

@@ -52,22 +52,40 @@ void store_and_attend(const layer_pages *pages, const attention_metadata *metada
                       int64_t query_stride, const scalar *keys, int64_t key_stride, const scalar *values,
                       int64_t value_stride, scalar *output);
 
-/* The same for qkv [num_tokens, num_heads + 2 * num_kv_heads, key_dim]. Queries and keys are first normalised, if
-   query_norm and key_norm [key_dim] are given (else NULL), and rotated by cosines and sines [num_tokens, key_dim].
-   Overwrites the queries and keys in qkv. */
+/* By how much heads are rotated. The first `dim` dimensions of each head are; the others stay as they are. */
+typedef struct {
+    const scalar *cosines, *sines; /* [num_tokens, dim], both halves alike */
+    int64_t dim;
+} rotation;
+
+/* RMS norms of queries and keys before they are rotated. */
+typedef struct {
+    const float *query, *key; /* [key_dim], or [heads, key_dim] if spans_heads; NULL: none */
+    float epsilon;
+    int64_t spans_heads; /* all heads of a token have one norm together (OLMo 2), and not one each */
+} head_norms;
+
+/* The same for qkv [num_tokens, num_heads + 2 * num_kv_heads, key_dim]. Queries and keys are first normalised and
+   rotated. Overwrites the queries and keys in qkv. */
 void rotate_store_and_attend(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv,
-                             const scalar *cosines, const scalar *sines, const scalar *query_norm,
-                             const scalar *key_norm, float epsilon, scalar *output);
+                             const rotation *rotation, const head_norms *norms, scalar *output);
 
 /* -- elementwise layers (layers.c) -------------------------------------------------------------------------------- */
 
-/* x / rms(x) * weight for x [num_rows, size]; size is a multiple of LANES. Zhang and Sennrich, 2019, "Root Mean Square
-   Layer Normalization". */
-void rms_norm(const scalar *x, const scalar *weight, scalar *output, int64_t num_rows, int64_t size, float epsilon);
+/* x / rms(x) * weight + residual for x [num_rows, size]; size is a multiple of LANES. residual may be NULL or `output`.
+   Zhang and Sennrich, 2019, "Root Mean Square Layer Normalization". */
+void rms_norm(const scalar *x, const float *weight, const scalar *residual, scalar *output, int64_t num_rows,
+              int64_t size, float epsilon);
 
 /* silu(gate) * up [num_rows, size] for gate_up [num_rows, 2 * size], which holds the gates first; size is a multiple of
    LANES. Shazeer, 2020, "GLU Variants Improve Transformer". */
 void swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size);
+
+/* The same with gelu in place of silu, approximated by tanh. Hendrycks and Gimpel, 2016, "Gaussian Error Linear Units". */
+void geglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size);
+
+/* gate * sigmoid(1.702 gate) * (up + 1), as gpt-oss has it: gates are 7 at most, and ups between -7 and 7. */
+void clamped_swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size);
 
 /* -- weights ------------------------------------------------------------------------------------------------------ */
 
@@ -185,21 +203,51 @@ typedef struct {
 void multiply_side_by_side(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
                            int64_t num_rows, void *workspace);
 
-/* The weights of one layer of the Llama family. */
+/* A gated linear unit between two multiplications: swiglu or another with the same arguments. */
+typedef void (*gate_function)(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size);
+
+/* The experts of a layer, and the router that chooses num_chosen of them for each token, of which each gets a share by the
+   softmax of the scores. */
 typedef struct {
-    const prepared_weight *qkv, *output, *gate_up, *down;
-    const scalar *attention_norm, *mlp_norm, *query_norm, *key_norm; /* the last two are NULL in models without them */
-    float attention_epsilon, mlp_epsilon, head_epsilon;
+    const float *router, *router_bias; /* [num_experts, hidden_size] and [num_experts]; the bias may be NULL */
+    const prepared_weight *const *gate_up, *const *down; /* [num_experts] */
+    int64_t num_experts, num_chosen;
+    int64_t normalizes; /* the shares of a token's experts are one together, and not those of all experts */
+    int64_t max_rows;   /* that all weights multiply at once */
+    gate_function gate;
+    const prepared_weight *shared_gate_up, *shared_down; /* an expert of all tokens; NULL: there is none */
+    const float *shared_router; /* [hidden_size]: of that expert, a token gets the sigmoid of its score */
+    int64_t workspace_bytes;    /* for each row */
+} experts;
+
+/* output [num_rows, hidden_size] += experts(x [num_rows, hidden_size]). */
+void add_experts(const experts *experts, const scalar *x, scalar *output, int64_t num_rows, void *workspace,
+                 void *gemm_workspace);
+
+/* An RMS norm. */
+typedef struct {
+    const float *weight; /* [hidden_size]; NULL: nothing is normalised */
+    float epsilon;
+} norm;
+
+/* One layer: x += attention(x), then x += mlp(x). Each of the two may have a norm of its input, and one of what it adds. */
+typedef struct {
+    const prepared_weight *qkv, *output, *gate_up, *down; /* the last two are NULL in layers with experts */
+    norm attention_norm, attention_output_norm, mlp_norm, mlp_output_norm;
+    head_norms head_norms;
+    int64_t rotation; /* its number among those of the step */
+    gate_function gate;
+    const experts *experts; /* in place of an MLP of all tokens; NULL: there are none */
     const lora_weight *qkv_lora, *output_lora, *gate_up_lora, *down_lora; /* NULL: no adapter has a place */
 } decoder_layer;
 
-/* Run num_layers layers on x [num_tokens, hidden_size], in place. cosines and sines: [num_tokens, head_dim]. adapters
-   is NULL if no row has one; if some row has one, every layer has the four lora_weights. workspace holds num_tokens times
+/* Run num_layers layers on x [num_tokens, hidden_size], in place. rotations are those that any layer has. adapters is
+   NULL if no row has one; if some row has one, every layer has the four lora_weights. workspace holds num_tokens times
    the scalars that the five intermediate results of the largest layer take, and gemm_workspace what the weights'
    multiplications need. */
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
-                   const attention_metadata *metadata, const lora_step *adapters, const scalar *cosines,
-                   const scalar *sines, scalar *x, scalar *workspace, void *gemm_workspace);
+                   const attention_metadata *metadata, const lora_step *adapters, const rotation *rotations, scalar *x,
+                   scalar *workspace, void *gemm_workspace);
 
 /* -- greedy continuation (continuation.c) ------------------------------------------------------------------------- */
 
@@ -213,7 +261,7 @@ typedef struct {
     const scalar *embeddings; /* [num_embeddings, hidden_size]; larger ids are read as the last one */
     int64_t num_embeddings;
     const float *frequencies; /* [head_dim / 2] by which a position is multiplied to give an angle */
-    const scalar *last_norm;
+    const float *last_norm;
     const prepared_weight *head;
     int64_t num_choices; /* the first so many outputs of the head are tokens that may be chosen */
     int64_t largest_weight; /* how many numbers it has */

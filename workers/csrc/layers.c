@@ -5,27 +5,60 @@
 
 enum { MIN_PARALLEL_NUMBERS = 16384 }; /* below this, one thread: to wake another one costs some microseconds */
 
-void rms_norm(const scalar *x, const scalar *weight, scalar *output, int64_t num_rows, int64_t size, float epsilon) {
+void rms_norm(const scalar *x, const float *weight, const scalar *residual, scalar *output, int64_t num_rows,
+              int64_t size, float epsilon) {
 #pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
     for (int64_t row = 0; row < num_rows; row++) {
         const scalar *values = x + row * size;
         floats squares = {};
         for (int64_t i = 0; i < size; i += LANES) squares += load(values + i) * load(values + i);
         const float factor = 1.0f / sqrtf(sum_of_lanes(squares) / (float)size + epsilon);
-        for (int64_t i = 0; i < size; i += LANES)
-            store(output + row * size + i, load(values + i) * factor * load(weight + i));
+        for (int64_t i = 0; i < size; i += LANES) {
+            floats normed = load(values + i) * factor * *(const floats *)(weight + i);
+            if (residual) normed += load(residual + row * size + i);
+            store(output + row * size + i, normed);
+        }
     }
 }
+
+/* x * sigmoid(slope), where sigmoid(s) = e^min(s, 0) / (1 + e^-|s|), so that only non-positive powers are needed. */
+static inline floats times_sigmoid(floats x, floats slope) {
+    const floats power = exp_nonpositive(-absolute(slope));
+    return x * select_lanes(slope < 0.0f, power, (floats){} + 1.0f) / (1.0f + power);
+}
+
+static inline floats silu(floats x) { return times_sigmoid(x, x); }
+
+/* x (1 + tanh(t)) / 2 = x * sigmoid(2 t) with t = sqrt(2 / pi) (x + 0.044715 x^3). */
+static inline floats gelu(floats x) { return times_sigmoid(x, x * (1.59576912f + 0.0713548163f * x * x)); }
 
 void swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {
 #pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
     for (int64_t row = 0; row < num_rows; row++) {
         const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;
+        for (int64_t i = 0; i < size; i += LANES)
+            store(output + row * size + i, silu(load(gates + i)) * load(ups + i));
+    }
+}
+
+static inline floats at_most(floats x, float limit) { return select_lanes(x > limit, (floats){} + limit, x); }
+
+void clamped_swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;
         for (int64_t i = 0; i < size; i += LANES) {
-            /* sigmoid(g) = e^min(g, 0) / (1 + e^-|g|), so that only non-positive powers are needed */
-            const floats gate = load(gates + i), power = exp_nonpositive(-absolute(gate));
-            const floats sigmoid = select_lanes(gate < 0.0f, power, (floats){} + 1.0f) / (1.0f + power);
-            store(output + row * size + i, gate * sigmoid * load(ups + i));
+            const floats gate = at_most(load(gates + i), 7.0f), up = -at_most(-at_most(load(ups + i), 7.0f), 7.0f);
+            store(output + row * size + i, times_sigmoid(gate, 1.702f * gate) * (up + 1.0f));
         }
+    }
+}
+
+void geglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;
+        for (int64_t i = 0; i < size; i += LANES)
+            store(output + row * size + i, gelu(load(gates + i)) * load(ups + i));
     }
 }

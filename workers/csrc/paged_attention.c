@@ -115,42 +115,58 @@ static void store_step(const layer_pages *pages, const attention_metadata *metad
                        values + token * value_stride + head * params->value_dim);
 }
 
-/* Normalise one head in place, if `weight` is not NULL, and rotate its two halves against each other, in the layout of
-   transformers (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"). */
-static void norm_and_rotate(scalar *head, int64_t dim, const scalar *cosines, const scalar *sines, const scalar *weight,
-                            float epsilon) {
-    float values[MAX_HEAD_DIM], factor = 1.0f;
+/* 1 / rms of `size` numbers. */
+static float norm_factor(const scalar *numbers, int64_t size, float epsilon) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < size; i++) squares += to_float(numbers[i]) * to_float(numbers[i]);
+    return 1.0f / sqrtf(squares / (float)size + epsilon);
+}
+
+/* Multiply one head by `factor` and `weight` in place, if that is not NULL, and rotate the two halves of its first
+   rotary_dim dimensions against each other, in the layout of transformers (Su et al., 2021, "RoFormer: Enhanced
+   Transformer with Rotary Position Embedding"). */
+static void norm_and_rotate(scalar *head, int64_t dim, const scalar *cosines, const scalar *sines, int64_t rotary_dim,
+                            const float *weight, float factor) {
+    float values[MAX_HEAD_DIM];
     for (int64_t d = 0; d < dim; d++) values[d] = to_float(head[d]);
     if (weight) {
-        float squares = 0.0f;
-        for (int64_t d = 0; d < dim; d++) squares += values[d] * values[d];
-        factor = 1.0f / sqrtf(squares / (float)dim + epsilon);
-        for (int64_t d = 0; d < dim; d++) values[d] *= factor * to_float(weight[d]);
+        for (int64_t d = 0; d < dim; d++) values[d] *= factor * weight[d];
+        for (int64_t d = rotary_dim; d < dim; d++) head[d] = from_float(values[d]);
     }
-    for (int64_t low = 0, high = dim / 2; high < dim; low++, high++) {
+    for (int64_t low = 0, high = rotary_dim / 2; high < rotary_dim; low++, high++) {
         head[low] = from_float(values[low] * to_float(cosines[low]) - values[high] * to_float(sines[low]));
         head[high] = from_float(values[high] * to_float(cosines[high]) + values[low] * to_float(sines[high]));
+    }
+}
+
+/* The same for all query heads, or all key heads, of token number `token`. weight: NULL without norms. */
+static void norm_and_rotate_heads(scalar *heads, int64_t num_heads, int64_t dim, const rotation *rotation,
+                                  int64_t token, const head_norms *norms, const float *weight) {
+    const int64_t rotary_dim = rotation->dim;
+    const scalar *cosines = rotation->cosines + token * rotary_dim, *sines = rotation->sines + token * rotary_dim;
+    float factor = 1.0f;
+    if (weight && norms->spans_heads) factor = norm_factor(heads, num_heads * dim, norms->epsilon);
+    for (int64_t i = 0; i < num_heads; i++, heads += dim) {
+        if (weight && !norms->spans_heads) factor = norm_factor(heads, dim, norms->epsilon);
+        norm_and_rotate(heads, dim, cosines, sines, rotary_dim, weight, factor);
+        if (weight && norms->spans_heads) weight += dim;
     }
 }
 
 /* Everything between the QKV product and attention in one pass: rotate the query and key heads of qkv
    [num_tokens, stride], and store keys and values. */
 static void rotate_and_store(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv, int64_t stride,
-                             const scalar *cosines, const scalar *sines, const scalar *query_norm,
-                             const scalar *key_norm, float epsilon) {
+                             const rotation *rotation, const head_norms *norms) {
     const attention_params *params = pages->params;
-    const int64_t dim = params->key_dim;
+    const int64_t dim = params->key_dim, num_kv_heads = params->num_kv_heads;
 #pragma omp parallel for if (metadata->num_tokens > 3)
     for (int64_t token = 0; token < metadata->num_tokens; token++) {
-        const scalar *cosine = cosines + token * dim, *sine = sines + token * dim;
-        scalar *head = qkv + token * stride;
-        for (int64_t i = 0; i < params->num_heads; i++, head += dim)
-            norm_and_rotate(head, dim, cosine, sine, query_norm, epsilon);
-        scalar *value = head + params->num_kv_heads * dim;
-        for (int64_t i = 0; i < params->num_kv_heads; i++, head += dim, value += dim) {
-            norm_and_rotate(head, dim, cosine, sine, key_norm, epsilon);
-            store_head(pages, i, metadata->slot_mapping[token], head, value);
-        }
+        scalar *queries = qkv + token * stride, *keys = queries + params->num_heads * dim;
+        const scalar *values = keys + num_kv_heads * dim;
+        norm_and_rotate_heads(queries, params->num_heads, dim, rotation, token, norms, norms->query);
+        norm_and_rotate_heads(keys, num_kv_heads, dim, rotation, token, norms, norms->key);
+        for (int64_t i = 0; i < num_kv_heads; i++)
+            store_head(pages, i, metadata->slot_mapping[token], keys + i * dim, values + i * dim);
     }
 }
 
@@ -510,10 +526,9 @@ void store_and_attend(const layer_pages *pages, const attention_metadata *metada
 }
 
 void rotate_store_and_attend(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv,
-                             const scalar *cosines, const scalar *sines, const scalar *query_norm,
-                             const scalar *key_norm, float epsilon, scalar *output) {
+                             const rotation *rotation, const head_norms *norms, scalar *output) {
     const attention_params *params = pages->params;
     const int64_t stride = (params->num_heads + 2 * params->num_kv_heads) * params->key_dim;
-    rotate_and_store(pages, metadata, qkv, stride, cosines, sines, query_norm, key_norm, epsilon);
+    rotate_and_store(pages, metadata, qkv, stride, rotation, norms);
     attend(pages, metadata, qkv, stride, output);
 }

@@ -7,57 +7,72 @@ than to multiply.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from workers.attention.cpu_backend import CpuAttention
+from workers.attention.cpu_backend import CpuAttention, head_norms_struct, rotation_struct
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep, Rotation
-from workers.csrc.bindings import CDecoderLayer, CLayerPages
+from workers.csrc.bindings import CDecoderLayer, CLayerPages, CNorm, CRotation
 from workers.kv_cache.pages import KVCache
+from workers.layers.cpu_ops import C_GATES
 from workers.layers.cpu_weight import CpuWeight, SideBySideCpuWeight
+from workers.layers.fused_experts import FusedExperts
+from workers.layers.layer_families import Norm
 from workers.layers.layer_tap import LayerTap
 from workers.layers.linear import SideBySideWeight, Weight
 from workers.layers.lora_weight import LoraWeight
 from workers.lora.lora_linear import CLoraLinear
 from workers.lora.lora_step import LoraStep
 
-Norm = tuple[Tensor, float]  # weight [size], epsilon
 LORA_FIELDS = ("qkv", "output", "gate_up", "down")  # of CDecoderLayer, in the order of LayerParts.weights
 
 
 @dataclass(frozen=True, slots=True)
-class LayerParts:
-    """The parts of a layer of the Llama family, in the order in which they are used."""
+class Mlp:
+    """The MLP of a layer: a gated linear unit."""
 
-    attention_norm: Norm
-    qkv: Weight
-    head_norms: HeadNorms | None
-    attention: AttentionParams
-    output: Weight
-    mlp_norm: Norm
     gate_up: Weight
+    activation: str
     down: Weight
 
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The parts of a layer, in the order in which they are used."""
+
+    attention_norm: Norm | None
+    qkv: Weight
+    head_norms: HeadNorms | None
+    rotation: int  # its number among those of a step
+    attention: AttentionParams
+    output: Weight
+    attention_output_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | FusedExperts
+    mlp_output_norm: Norm | None
+
     @property
-    def weights(self) -> tuple[Weight, Weight, Weight, Weight]:
-        return self.qkv, self.output, self.gate_up, self.down
+    def weights(self) -> tuple[Weight, ...]:
+        """Those that all tokens are multiplied by, in the order of LORA_FIELDS."""
+        return self.qkv, self.output, *((self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, Mlp) else ())
 
 
-CpuWeights = tuple[CpuWeight, CpuWeight, CpuWeight, CpuWeight]  # as LayerParts.weights
+CpuWeights = tuple[CpuWeight, ...]  # as LayerParts.weights
 
 
 def make_cpu_decoder(layers: list[LayerParts]) -> CpuDecoder | None:
     """Return a decoder of these layers; None if C cannot multiply by one of their weights."""
     weights: list[CpuWeights] = []
     for layer in layers:
-        match [_in_one_call(weight) for weight in layer.weights]:
-            case [CpuWeight() as qkv, CpuWeight() as output, CpuWeight() as gate_up, CpuWeight() as down]:
-                weights.append((qkv, output, gate_up, down))
-            case _:
-                return None
+        found = tuple(filter(None, map(_in_one_call, layer.weights)))
+        lacks_experts = isinstance(layer.mlp, FusedExperts) and layer.mlp.address is None
+        if len(found) < len(layer.weights) or lacks_experts:
+            return None
+        weights.append(found)
     return CpuDecoder(layers, weights) if layers else None
 
 
@@ -77,17 +92,27 @@ class CpuDecoder:
     def __init__(self, layers: list[LayerParts], weights: list[CpuWeights]) -> None:
         """Make the structs that C reads. `weights` are those of `layers`."""
         in_order = [weight for layer in weights for weight in layer]
-        self.max_tokens = min(weight.max_rows for weight in in_order)
+        experts = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
+        of_experts = [weight for mixture in experts for weight in mixture.cpu_weights]
+        self.max_tokens = min(weight.max_rows for weight in (*in_order, *of_experts))
         self._decode_layers = in_order[0].library.decode_layers
         self.use_all_threads = in_order[0].library.use_all_threads  # before a step that it does not decode
-        for weight, next_weight in pairwise(in_order):
-            weight.prefetch_next(next_weight)
+        # After attention, a router chooses which experts are multiplied next.
+        known: list[tuple[CpuWeight | None, ...]] = [
+            of_layer if isinstance(layer.mlp, Mlp) else (*of_layer, None)
+            for layer, of_layer in zip(layers, weights, strict=True)
+        ]
+        for weight, next_weight in pairwise(weight for of_layer in known for weight in of_layer):
+            if weight is not None and next_weight is not None:
+                weight.prefetch_next(next_weight)
         self._layers, self._weights = layers, weights  # keep the tensors alive, because C has only addresses
         self.structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
-        self._attention_sizes = [output.num_inputs for _, output, _, _ in weights]  # num_heads * value_dim, by layer
-        self.workspace_per_token = max(map(_workspace_per_token, weights))
-        self.gemm_workspace_bytes = max(weight.workspace_bytes for weight in in_order)  # for each token
-        self.largest_weight = max(weight.num_inputs * weight.num_outputs for weight in in_order)
+        self._attention_sizes = [output.num_inputs for _, output, *_ in weights]  # num_heads * value_dim, by layer
+        self.workspace_per_token = max(map(_workspace_per_token, layers, weights))
+        self.gemm_workspace_bytes = max(
+            weight.workspace_bytes for weight in (*in_order, *of_experts)
+        )  # for each token
+        self.largest_weight = max(weight.num_inputs * weight.num_outputs for weight in (*in_order, *of_experts))
 
     def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
         """Return whether a step of so many tokens can take this path."""
@@ -105,7 +130,7 @@ class CpuDecoder:
     def decode(
         self,
         x: Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         paged: PagedStep,
         tap: LayerTap | None = None,
         adapters: LoraStep | None = None,
@@ -114,10 +139,10 @@ class CpuDecoder:
 
         A tap divides the layers into several calls, between which it keeps a copy of x.
         """
-        backend, (cosines, sines) = paged.backend, rotation
-        assert isinstance(backend, CpuAttention)
-        assert x.is_contiguous() and cosines.is_contiguous() and sines.is_contiguous()
+        backend = paged.backend
+        assert isinstance(backend, CpuAttention) and x.is_contiguous()
         pages = self.pages(backend, paged.cache)
+        rotation_structs = (CRotation * len(rotations))(*(rotation_struct(each, x.dtype) for each in rotations))
         workspace = x.new_empty(len(x) * self.workspace_per_token)
         gemm_workspace = torch.empty(len(x) * self.gemm_workspace_bytes, dtype=torch.uint8)
         bounds = {0, len(self._layers)}.union(() if tap is None else tap.layers)
@@ -130,8 +155,7 @@ class CpuDecoder:
                 stop - first,
                 ctypes.byref(paged.prepared),
                 None if adapters is None else adapters.address,
-                cosines.data_ptr(),
-                sines.data_ptr(),
+                rotation_structs,
                 x.data_ptr(),
                 workspace.data_ptr(),
                 gemm_workspace.data_ptr(),
@@ -141,23 +165,31 @@ class CpuDecoder:
 
 
 def _make_struct(layer: LayerParts, weights: CpuWeights) -> CDecoderLayer:
-    qkv, output, gate_up, down = weights
-    (attention_norm, attention_epsilon), (mlp_norm, mlp_epsilon) = layer.attention_norm, layer.mlp_norm
-    norms = layer.head_norms
+    mlp = layer.mlp
     return CDecoderLayer(
-        qkv=qkv.address,
-        output=output.address,
-        gate_up=gate_up.address,
-        down=down.address,
-        attention_norm=attention_norm.data_ptr(),
-        mlp_norm=mlp_norm.data_ptr(),
-        query_norm=None if norms is None else norms.query_weight.data_ptr(),
-        key_norm=None if norms is None else norms.key_weight.data_ptr(),
-        attention_epsilon=attention_epsilon,
-        mlp_epsilon=mlp_epsilon,
-        head_epsilon=0.0 if norms is None else norms.epsilon,
-        **{f"{field}_lora": _lora_address(weight) for field, weight in zip(LORA_FIELDS, layer.weights, strict=True)},
+        **{field: weight.address for field, weight in zip(LORA_FIELDS, weights, strict=False)},
+        attention_norm=_norm_struct(layer.attention_norm),
+        attention_output_norm=_norm_struct(layer.attention_output_norm),
+        mlp_norm=_norm_struct(layer.mlp_norm),
+        mlp_output_norm=_norm_struct(layer.mlp_output_norm),
+        head_norms=head_norms_struct(layer.head_norms),
+        rotation=layer.rotation,
+        gate=_gate_address(mlp, weights[0].library) if isinstance(mlp, Mlp) else None,
+        experts=mlp.address if isinstance(mlp, FusedExperts) else None,
+        **{f"{field}_lora": _lora_address(weight) for field, weight in zip(LORA_FIELDS, layer.weights, strict=False)},
     )
+
+
+def _gate_address(mlp: Mlp, library: ctypes.CDLL) -> int | None:
+    return ctypes.cast(getattr(library, C_GATES[mlp.activation]), ctypes.c_void_p).value
+
+
+def _norm_struct(norm: Norm | None) -> CNorm:
+    if norm is None:
+        return CNorm()
+    weight, epsilon = norm
+    assert weight.dtype is torch.float32 and weight.is_contiguous()
+    return CNorm(weight.data_ptr(), epsilon)
 
 
 def _lora_address(weight: Weight) -> int | None:
@@ -166,7 +198,11 @@ def _lora_address(weight: Weight) -> int | None:
     return None
 
 
-def _workspace_per_token(weights: CpuWeights) -> int:
+def _workspace_per_token(layer: LayerParts, weights: CpuWeights) -> int:
     """Return the scalars that a layer's intermediate results take for one token; see decode_layers in C."""
-    qkv, output, gate_up, down = weights
-    return qkv.num_inputs + qkv.num_outputs + output.num_inputs + gate_up.num_outputs + down.num_inputs
+    qkv, output, *of_mlp = weights
+    of_attention = qkv.num_inputs + qkv.num_outputs + output.num_inputs
+    if isinstance(layer.mlp, FusedExperts):
+        return of_attention + layer.mlp.workspace_scalars
+    gate_up, down = of_mlp
+    return of_attention + gate_up.num_outputs + down.num_inputs

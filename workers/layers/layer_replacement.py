@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from workers.device.triton_support import triton_failure
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
+from workers.layers.fused_experts import FusedExperts
 from workers.layers.linear import LinearMethod, Weight, can_pack, pack_for_cpu, pack_linears
 from workers.layers.lora_weight import add_hooks
 from workers.layers.quantized_gemm import QuantizedGemm
@@ -63,7 +65,9 @@ def _replace_on_cpu(
     method = make_cpu_method(library)
     # With one call for all layers, the ranks could not exchange anything between layers.
     make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
-    fused = fuse_layers(model, decoder, params, CpuOps(library), method, make_decoder, ranks, lora)
+    ops = CpuOps(library, model.dtype)
+    make_experts = partial(FusedExperts, method=method, ops=ops)
+    fused = fuse_layers(model, decoder, params, ops, method, make_decoder, ranks, lora, make_experts)
     pack_linears(model, method)
     return fused
 

@@ -13,8 +13,9 @@ class LayerTap:
     tap, this costs one comparison for each layer.
     """
 
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self.layers = layers
+    def __init__(self, layers: tuple[int, ...], multiplier: float = 1.0) -> None:
+        """`multiplier` is what turns the hidden states that are kept into those of transformers' layers."""
+        self.layers, self._multiplier = layers, multiplier
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, layer: int, x: Tensor) -> None:
@@ -30,4 +31,5 @@ class LayerTap:
     def take(self) -> Tensor:
         """Return the hidden states side by side [num_tokens, num_layers * hidden_size], and keep them no longer."""
         kept, self._kept = self._kept, {}
-        return torch.cat([kept[layer] for layer in self.layers], dim=-1)
+        states = torch.cat([kept[layer] for layer in self.layers], dim=-1)
+        return states if self._multiplier == 1.0 else states * self._multiplier

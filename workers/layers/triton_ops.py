@@ -73,7 +73,8 @@ def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up, output, gate_up_stride, output_stride, inner_size: tl.constexpr, tile_size: tl.constexpr
+    gate_up, output, gate_up_stride, output_stride, inner_size: tl.constexpr, tile_size: tl.constexpr,
+    is_gelu: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * tile_size + tl.arange(0, tile_size)
@@ -81,7 +82,10 @@ def _swiglu_kernel(
     pointers = gate_up + token * gate_up_stride + columns
     gate = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(pointers + inner_size, mask=inside, other=0.0).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
+    slope = gate
+    if is_gelu:  # (1 + tanh(t)) / 2 = sigmoid(2 t), with t = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        slope = gate * (1.59576912 + 0.0713548163 * gate * gate)
+    result = gate * tl.sigmoid(slope) * up
     tl.store(output + token * output_stride + columns, result.to(output.dtype.element_ty), mask=inside)
 
 
@@ -90,12 +94,24 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     Shazeer, "GLU variants improve transformer", 2020, section 2.
     """
+    return _gate(gate_up, is_gelu=False)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up [num_tokens, inner_size], approximated by tanh, for gates and ups as those of swiglu.
+
+    Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2.
+    """
+    return _gate(gate_up, is_gelu=True)
+
+
+def _gate(gate_up: Tensor, is_gelu: bool) -> Tensor:
     num_tokens, inner_size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.shape[1] == 2 * inner_size and gate_up.stride(1) == 1
     output = torch.empty((num_tokens, inner_size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         _swiglu_kernel[(num_tokens, triton.cdiv(inner_size, SWIGLU_TILE))](
-            gate_up, output, gate_up.stride(0), inner_size, inner_size, SWIGLU_TILE, num_warps=4
+            gate_up, output, gate_up.stride(0), inner_size, inner_size, SWIGLU_TILE, is_gelu, num_warps=4
         )
     return output
 
@@ -107,6 +123,14 @@ class TritonOps:
         """Return x / rms(x) * weight, for x [num_tokens, size]."""
         return add_norm(x, None, weight, epsilon)
 
+    def norm_add(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor) -> Tensor:
+        """Return residual + x / rms(x) * weight, which is written into `residual`."""
+        return residual.add_(add_norm(x, None, weight, epsilon))
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up [num_tokens, size], for [num_tokens, 2 * size] with the gates first."""
         return swiglu(gate_up)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up, approximated by tanh."""
+        return geglu(gate_up)

@@ -48,7 +48,8 @@ def tap_layers(decoder: nn.Module, layers: tuple[int, ...], num_layers: int) -> 
     if tap is not None and tap.layers == layers:
         return tap
     assert tap is None, "the decoder has a tap for other layers"
-    decoder.tap = tap = LayerTap(layers)  # type: ignore[assignment]
+    multiplier = decoder.residual_multiplier if isinstance(decoder, FusedDecoder) else 1.0
+    decoder.tap = tap = LayerTap(layers, multiplier)  # type: ignore[assignment]
     if not isinstance(decoder, FusedDecoder):
         _add_hooks(decoder, tap, num_layers)
     return tap

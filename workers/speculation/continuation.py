@@ -38,7 +38,8 @@ def make_continuation(
     if not is_fused or not isinstance(backend, CpuAttention) or not isinstance(head, PackedLinear):
         return None
     embedding, weight, rotation = decoder.embed_tokens, head.prepared, decoder.rotary_emb
-    is_known = type(embedding) is nn.Embedding and getattr(rotation, "rope_type", None) in FIXED_ROTATIONS
+    is_plain = type(embedding) is nn.Embedding and decoder.embedding_factor == 1.0
+    is_known = is_plain and len(decoder.rotary.kinds) == 1 and getattr(rotation, "rope_type", None) in FIXED_ROTATIONS
     if not is_known or not isinstance(weight, CpuWeight) or weight.max_rows < MAX_CONTINUED_TOKENS:
         return None
     head_dim = 2 * len(rotation.inv_freq)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servekit.errors import ConfigError
+from servekit.protocol.cpu_dtype import multiplies_bfloat16
 from servekit.protocol.messages import LoadModel, ScheduledChunk, StepPlan
 from workers.attention.interface import AttentionBackend, AttentionMetadata, PagedStep, Rotation
 from workers.attention.selector import choose_attention
@@ -122,8 +123,8 @@ def load_draft_model(
 def _draft_dtype(target: LoadedModel, settings: LoadModel) -> str:
     """Return the data type of the draft model: the one that `--dtype` names.
 
-    With auto, a CPU computes the model in float32, for exact tokens. Drafts need not be exact, and in bfloat16 a step
-    of few tokens is one call of C, which reads half as many bytes.
+    With auto, a CPU may compute the model in float32. Drafts need not be exact, and in bfloat16 a step of few tokens
+    reads half as many bytes.
     """
     if settings.dtype == "auto" and target.device.type == "cpu" and multiplies_bfloat16() and can_pack(torch.bfloat16):
         return "bfloat16"
@@ -372,8 +373,8 @@ class DraftModelDrafter(Drafter):
             for step in range(num_steps):
                 num_rows = sum(number > step + 1 for number in numbers)
                 positions, attention = steps.first_rows(step, num_rows)
-                rotation = None if rotations is None else _first_rows(rotations, step, num_rows)
-                drafts.append(self._likeliest(drafts[-1][:num_rows], positions, attention, None, rotation))
+                of_step = None if rotations is None else _first_rows(rotations, step, num_rows)
+                drafts.append(self._likeliest(drafts[-1][:num_rows], positions, attention, None, of_step))
         num_rows = len(spans)
         columns = [draft.tolist() + [-1] * (num_rows - len(draft)) for draft in drafts]
         return [list(row[:number]) for row, number in zip(zip(*columns, strict=True), numbers, strict=True)]
@@ -396,15 +397,15 @@ class DraftModelDrafter(Drafter):
         ]
         return _Steps(block_size, positions + 1, *to_device(arrays, self._draft.loaded.device))
 
-    def _rotations(self, positions: Tensor) -> Rotation | None:
+    def _rotations(self, positions: Tensor) -> list[Rotation] | None:
         """Return cosines and sines [num_steps, num_rows, head_dim] for positions [num_steps, num_rows], in one call.
 
         None where the draft model's own layers compute them.
         """
         if not isinstance(self._decoder, FusedDecoder):
             return None
-        cosines, sines = self._decoder.rotary_emb(self._dtype_of_states, position_ids=positions.reshape(1, -1))
-        return cosines[0].view(*positions.shape, -1), sines[0].view(*positions.shape, -1)
+        rotations = self._decoder.rotations(self._dtype_of_states, positions.reshape(1, -1))
+        return [(cosines.view(*positions.shape, -1), sines.view(*positions.shape, -1)) for cosines, sines in rotations]
 
     def _likeliest(
         self,
@@ -412,7 +413,7 @@ class DraftModelDrafter(Drafter):
         position_ids: Tensor,
         attention: AttentionMetadata,
         indices: Tensor | None,
-        rotation: Rotation | None = None,
+        rotations: list[Rotation] | None = None,
     ) -> Tensor:
         """Return the likeliest next tokens [num_indices] int64; of all tokens without `indices`.
 
@@ -422,8 +423,8 @@ class DraftModelDrafter(Drafter):
         if self._max_token_id is not None:
             input_ids = input_ids.clamp(max=self._max_token_id)
         paged = PagedStep(self._draft.attention, self.cache, attention, indices)
-        if rotation is not None:
-            hidden_states = self._decoder.compute(self._decoder.embed_tokens(input_ids), rotation, paged)
+        if rotations is not None:
+            hidden_states = self._decoder.compute(self._decoder.embed(input_ids), rotations, paged)
         else:
             hidden_states = self._decoder(
                 input_ids=input_ids[None],
@@ -438,9 +439,8 @@ class DraftModelDrafter(Drafter):
         return logits[:, : self._vocab_size].argmax(-1)
 
 
-def _first_rows(rotations: Rotation, step: int, num_rows: int) -> Rotation:
-    cosines, sines = rotations
-    return cosines[step, :num_rows], sines[step, :num_rows]
+def _first_rows(rotations: list[Rotation], step: int, num_rows: int) -> list[Rotation]:
+    return [(cosines[step, :num_rows], sines[step, :num_rows]) for cosines, sines in rotations]
 
 
 @dataclass(frozen=True, slots=True)

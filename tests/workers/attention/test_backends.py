@@ -179,17 +179,19 @@ def test_transformers_interface_gives_the_same(backend: Backend) -> None:
         assert_same(output, case.expected(*sequence))
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("kind_of_norms", ["", "of each head", "of all heads"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (128, 128), (64, 16), (48, 36)])
 def test_rotating_and_attending_gives_what_transformers_rotation_gives(
-    backend: Backend, with_norms: bool, head_dim: int
+    backend: Backend, kind_of_norms: str, head_dim: int, rotary_dim: int
 ) -> None:
     case = Case(backend, LayerShape(2, head_dim, head_dim), params=AttentionParams(head_dim**-0.5))
     norms = None
-    if with_norms:
-        norms = HeadNorms(*(torch.rand(2, head_dim) + 0.5).to(case.dtype), 1e-5)
+    if kind_of_norms:
+        spans = kind_of_norms == "of all heads"
+        sizes = [heads * head_dim if spans else head_dim for heads in (case.num_heads, 2)]
+        norms = HeadNorms(*(torch.rand(size) + 0.5 for size in sizes), 1e-5, spans)
     longest = max(case.STEPS[-1])
-    angles = torch.outer(torch.arange(longest), 1000.0 ** -torch.linspace(0, 1, head_dim // 2)).repeat(1, 2)
+    angles = torch.outer(torch.arange(longest), 1000.0 ** -torch.linspace(0, 1, rotary_dim // 2)).repeat(1, 2)
     rotation = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
 
     def compute(step: PagedStep, flat: list[Tensor]) -> Tensor:
@@ -203,11 +205,16 @@ def test_rotating_and_attending_gives_what_transformers_rotation_gives(
     def prepared(heads: Tensor, weight: Tensor | None) -> Tensor:
         heads = heads.double()
         if weight is not None:
-            heads = torch.nn.functional.rms_norm(heads, (head_dim,), weight.double(), 1e-5)
+            heads = heads.flatten(1) if len(weight) > head_dim else heads
+            heads = torch.nn.functional.rms_norm(heads, weight.shape, weight.double(), 1e-5).unflatten(
+                -1, (-1, head_dim)
+            )
+            heads = heads.view(len(heads), -1, head_dim)
+        heads, others = heads.tensor_split((rotary_dim,), dim=-1)
         cosines, sines = (each[: len(heads)].double()[None] for each in rotation)
-        return apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cosines, sines)[0][
-            0
-        ].transpose(0, 1)
+        heads = heads.transpose(0, 1)[None]
+        rotated = apply_rotary_pos_emb(heads, heads, cosines, sines)[0][0].transpose(0, 1)
+        return torch.cat([rotated, others], dim=-1)
 
     for output, (queries, keys, values) in zip(case.run(compute), case.sequences, strict=True):
         weights = (None, None) if norms is None else (norms.query_weight, norms.key_weight)

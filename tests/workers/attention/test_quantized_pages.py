@@ -159,7 +159,7 @@ def test_windows_soft_caps_and_sinks(
 def test_rotated_keys_are_stored_and_attended_to(pages: QuantizedPages, dtype: torch.dtype, with_norms: bool) -> None:
     head_dim = 64
     case = QuantizedCase(pages, dtype, params=AttentionParams(head_dim**-0.5))
-    norms = HeadNorms(*(torch.rand(2, head_dim) + 0.5).to(dtype), 1e-5) if with_norms else None
+    norms = HeadNorms(*(torch.rand(2, head_dim) + 0.5), 1e-5) if with_norms else None
     angles = torch.outer(torch.arange(71), 1000.0 ** -torch.linspace(0, 1, head_dim // 2)).repeat(1, 2)
     rotation = angles.cos().to(dtype), angles.sin().to(dtype)
 

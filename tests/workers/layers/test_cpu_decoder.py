@@ -9,6 +9,7 @@ import torch
 
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import ARCHITECTURES, make_model
+from tests.workers.layers.test_fused_decoder import FUSED
 from workers.csrc.build import c_library
 from workers.layers.cpu_decoder import CpuDecoder
 from workers.layers.linear import PackedWeight, can_pack
@@ -21,10 +22,10 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}  
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_cache_dtype"),
     [
-        *((name, "bfloat16", "auto") for name in ("llama", "mistral_sliding", "qwen2", "qwen3")),
+        *((name, "bfloat16", "auto") for name in FUSED),
         ("llama", "bfloat16", "int8"),
         ("qwen3", "bfloat16", "fp8_e4m3"),
-        ("llama", "float32", "auto"),
+        *((name, "float32", "auto") for name in FUSED),
         ("qwen3", "float32", "int8"),
     ],
 )

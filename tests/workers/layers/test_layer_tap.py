@@ -47,7 +47,9 @@ def observed(loaded: Any, layers: tuple[int, ...], **options: Any) -> Tensor:
     return torch.cat(observer.seen)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma2", "gpt2", "opt", "stablelm"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "mixtral", "gemma2", "granite_scaled", "olmo2", "gpt2", "opt", "stablelm"]
+)
 def test_hidden_states_between_layers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, *ARCHITECTURES[name])
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == 3)

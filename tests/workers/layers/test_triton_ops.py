@@ -1,4 +1,4 @@
-"""The Triton norm and SwiGLU agree with float64."""
+"""The Triton norm and the gates agree with float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.support.triton_device import TOLERANCES, assert_same, random, triton_ops
 
-add_norm, swiglu = triton_ops.add_norm, triton_ops.swiglu
+add_norm, swiglu, geglu = triton_ops.add_norm, triton_ops.swiglu, triton_ops.geglu
 
 pytestmark = pytest.mark.usefixtures("triton_kernels_run")
 
@@ -32,7 +32,8 @@ def test_the_norm_is_that_of_the_rounded_sum(dtype: torch.dtype, with_delta: boo
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_swiglu_gates_with_the_first_half(dtype: torch.dtype) -> None:
+def test_the_first_half_are_gates(dtype: torch.dtype) -> None:
     gate_up = 5 * random(3, 2 * 1100, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
     assert_same(swiglu(gate_up), torch.nn.functional.silu(gate) * up)
+    assert_same(geglu(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up)
