@@ -135,6 +135,7 @@ FAMILIES = {
     "Qwen2DecoderLayer": LLAMA,
     "Qwen3DecoderLayer": LLAMA,
     "Phi3DecoderLayer": PHI3,
+    "GraniteDecoderLayer": GRANITE,
 }
 
 

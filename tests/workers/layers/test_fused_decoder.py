@@ -18,7 +18,7 @@ from workers.layers.layer_families import FAMILIES
 from workers.loading.model_manager import ModelManager
 
 FUSED = [
-    *("llama", "mistral_sliding", "qwen2", "qwen3", "phi3", "phi3_partly_rotated"),
+    *("llama", "mistral_sliding", "qwen2", "qwen3", "phi3", "phi3_partly_rotated", "granite", "granite_scaled"),
 ]
 
 
