@@ -136,6 +136,9 @@ FAMILIES = {
     "Qwen3DecoderLayer": LLAMA,
     "Phi3DecoderLayer": PHI3,
     "GraniteDecoderLayer": GRANITE,
+    "GemmaDecoderLayer": GEMMA,
+    "Gemma2DecoderLayer": GEMMA2,
+    "Gemma3DecoderLayer": GEMMA2,
 }
 
 
