@@ -139,6 +139,8 @@ FAMILIES = {
     "GemmaDecoderLayer": GEMMA,
     "Gemma2DecoderLayer": GEMMA2,
     "Gemma3DecoderLayer": GEMMA2,
+    "Olmo2DecoderLayer": OLMO2,
+    "Olmo3DecoderLayer": OLMO2,
 }
 
 
