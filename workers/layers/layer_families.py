@@ -141,6 +141,9 @@ FAMILIES = {
     "Gemma3DecoderLayer": GEMMA2,
     "Olmo2DecoderLayer": OLMO2,
     "Olmo3DecoderLayer": OLMO2,
+    "MixtralDecoderLayer": MIXTURE,
+    "Qwen3MoeDecoderLayer": MIXTURE,
+    "Qwen2MoeDecoderLayer": QWEN2_MOE,
 }
 
 
