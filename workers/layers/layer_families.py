@@ -144,6 +144,7 @@ FAMILIES = {
     "MixtralDecoderLayer": MIXTURE,
     "Qwen3MoeDecoderLayer": MIXTURE,
     "Qwen2MoeDecoderLayer": QWEN2_MOE,
+    "GptOssDecoderLayer": GPT_OSS,
 }
 
 

@@ -20,7 +20,7 @@ from workers.loading.model_manager import ModelManager
 FUSED = [
     *("llama", "mistral_sliding", "qwen2", "qwen3", "phi3", "phi3_partly_rotated", "granite", "granite_scaled"),
     *("gemma", "gemma2", "gemma3", "gemma3_two_rotations", "olmo2", "olmo3"),
-    *("mixtral", "qwen3_moe", "qwen2_moe"),
+    *("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss"),
 ]
 
 
