@@ -67,10 +67,12 @@ class FusedLayer:
         group: RankGroup | None,
         lora: LoraPool | None = None,
         make_experts: MakeExperts | None = None,
+        decoder_name: str = "model",
     ) -> None:
         """Take the weights of transformers' `layer`, which attends with `params`; `group` holds its other parts.
 
-        `rotation` is the number of the layer's among those of a step. With `lora`, adapters may change the weights.
+        `rotation` is the number of its rotation in a step. With `lora`, adapters may change the weights, which
+        are those of the layer in `decoder_name`.
         """
         attention, activation = layer.self_attn, family.activation_of(layer)
         multiplier = family.residual_multiplier_of(layer)
@@ -89,7 +91,7 @@ class FusedLayer:
             prepared = prepare(method, *linears)
             if lora is None:
                 return prepared
-            full_names = [f"model.layers.{self._layer}.{name}" for name in names]
+            full_names = [f"{decoder_name}.layers.{self._layer}.{name}" for name in names]
             sizes = [linear.out_features for linear in linears]
             return LoraWeight(prepared, lora.make_linear(full_names, linears[0].in_features, sizes))
 
@@ -97,8 +99,9 @@ class FusedLayer:
             if experts is not None:
                 assert make_experts is not None
                 return make_experts(layer, experts)
-            down = _row_parallel(weight_of("mlp.down_proj"), group)
-            return Mlp(weight_of(*family.gate_up), activation, down)
+            # The largest ones, which are made one matrix before they are prepared, are prepared before another one is.
+            gate_up = weight_of(*family.gate_up)
+            return Mlp(gate_up, activation, _row_parallel(weight_of("mlp.down_proj"), group))
 
         self.parts = LayerParts(
             attention_norm=_scaled(family.norm_in(layer, family.attention_norm), multiplier),
@@ -155,14 +158,16 @@ class FusedDecoder(nn.Module):
         stage: PipelineStage | None = None,
         lora: LoraPool | None = None,
         make_experts: MakeExperts | None = None,
+        name: str = "model",
     ) -> None:
         """Take the weights of transformers' `decoder`, one layer after the other.
 
         `params` has one entry for each layer. `make_cpu_decoder` makes what runs steps of few tokens in one call; None
         on GPUs. `group` is given where this process holds a part of each layer, and `stage` where it has a part of the
-        layers. With `lora`, adapters may change them.
+        layers. With `lora`, adapters may change them. `name` is the decoder's in the model.
         """
         super().__init__()
+        self.config = decoder.config
         self.tap: LayerTap | None = None
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self._ops = ops
@@ -181,24 +186,41 @@ class FusedDecoder(nn.Module):
             self.last_norm = _scaled(family.norm_of(decoder.norm), multiplier)
         for index, layer_params in enumerate(params, start=first):
             layer, rotation = decoder.layers[index], self.rotary.by_layer[index]
-            fused = FusedLayer(layer, family, layer_params, rotation, ops, method, group, lora, make_experts)
+            fused = FusedLayer(layer, family, layer_params, rotation, ops, method, group, lora, make_experts, name)
             self._layers.append(fused)
             decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
         self.cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, *, paged: PagedStep, **_: Any) -> MoeModelOutputWithPast:
-        """Compute hidden states [1, num_tokens, hidden_size] of token ids and positions [1, num_tokens].
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        paged: PagedStep,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> MoeModelOutputWithPast:
+        """Compute hidden states [1, num_tokens, hidden_size] of positions, and of token ids, [1, num_tokens].
 
+        Models that take more than text embed the tokens themselves, and give `inputs_embeds` in place of their ids.
         Only the hidden states at `paged.logits_indices` are meaningful. Output heads of mixtures read more fields than
         those of other models.
         """
-        x = self.embed(input_ids)
+        assert position_ids is not None
+        x = self._scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         hidden_states = self.compute(x[0], self.rotations(x, position_ids), paged)
         return MoeModelOutputWithPast(last_hidden_state=hidden_states[None])
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return what enters the first layer [..., hidden_size] for token ids [...]."""
-        embedded: Tensor = self.embed_tokens(input_ids)
+        return self._scale(self.embed_tokens(input_ids))
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return what embeds tokens, as models ask their parts for it."""
+        found: nn.Module = self.embed_tokens
+        return found
+
+    def _scale(self, embedded: Tensor) -> Tensor:
         return embedded if self.embedding_factor == 1.0 else embedded * self.embedding_factor
 
     def rotations(self, x: Tensor, position_ids: Tensor) -> list[Rotation]:
@@ -293,9 +315,18 @@ def fuse_layers(
     lora: LoraPool | None = None,
     make_experts: MakeExperts | None = None,
 ) -> nn.Module | None:
-    """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused."""
+    """Replace the model's decoder and return the new one; None, and no change, if some layer cannot be fused.
+
+    In models that take more than text, the decoder's `language_model` is replaced, and the decoder returned.
+    """
+    if getattr(model, "model", None) is not decoder:
+        return None
+    parent, name, whole = model, "model", decoder
+    language_model = getattr(decoder, "language_model", None)
+    if language_model is not None and not hasattr(decoder, "layers"):
+        parent, name, decoder = decoder, "language_model", language_model
     layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or getattr(model, "model", None) is not decoder:
+    if not isinstance(layers, nn.ModuleList):
         return None
     group, stage = (None, None) if ranks is None else (ranks.group, ranks.stage)
     of_stage = [layer for layer in layers if not isinstance(layer, PassOn)]
@@ -310,6 +341,7 @@ def fuse_layers(
         can_fuse_all = group.total(int(can_fuse_all)) == group.size
     if not can_fuse_all:
         return None
-    fused = FusedDecoder(decoder, params, ops, method, make_cpu_decoder, group, stage, lora, make_experts)
-    model.model = fused
-    return fused
+    full_name = name if parent is model else f"model.{name}"
+    fused = FusedDecoder(decoder, params, ops, method, make_cpu_decoder, group, stage, lora, make_experts, full_name)
+    setattr(parent, name, fused)
+    return fused if parent is model else whole

@@ -101,7 +101,8 @@ class _InC:
 
     def has_small_groups(self, num_tokens: int) -> bool:
         """Whether an expert gets so few tokens, on average, that C multiplies them at once."""
-        return 0 < num_tokens * self.struct.num_chosen <= self.struct.max_rows * self.struct.num_experts
+        struct = self.struct
+        return bool(0 < num_tokens * struct.num_chosen <= struct.max_rows * struct.num_experts)
 
     def add(self, inputs: Tensor, x: Tensor) -> Tensor:
         """Add experts(inputs) to x [num_tokens, hidden_size], in place, and return it."""

@@ -47,6 +47,8 @@ class ExpertNames:
     def activation_of(self, layer: nn.Module) -> str | None:
         """Return the name of what the experts do to their gates; None if it is none that is fused."""
         experts: Any = layer.get_submodule(self.experts)
+        if self.shared_router is not None and not hasattr(layer.get_submodule(self.shared_router), "weight"):
+            return None  # its weights are quantized
         if self.is_transposed:
             return "clamped_silu" if (experts.alpha, experts.limit) == (CLAMPED_ALPHA, CLAMPED_LIMIT) else None
         return ACTIVATIONS.get(type(experts.act_fn).__name__)

@@ -48,10 +48,12 @@ def tap_layers(decoder: nn.Module, layers: tuple[int, ...], num_layers: int) -> 
     if tap is not None and tap.layers == layers:
         return tap
     assert tap is None, "the decoder has a tap for other layers"
-    multiplier = decoder.residual_multiplier if isinstance(decoder, FusedDecoder) else 1.0
-    decoder.tap = tap = LayerTap(layers, multiplier)  # type: ignore[assignment]
-    if not isinstance(decoder, FusedDecoder):
+    fused = next((each for each in decoder.modules() if isinstance(each, FusedDecoder)), None)
+    decoder.tap = tap = LayerTap(layers, 1.0 if fused is None else fused.residual_multiplier)  # type: ignore[assignment]
+    if fused is None:
         _add_hooks(decoder, tap, num_layers)
+    else:
+        fused.tap = tap
     return tap
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from servekit.errors import ConfigError
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.tiny_models import _LLAMA_LIKE, VOCAB_SIZE
+from workers.layers.fused_decoder import FusedDecoder
 from workers.loading.model_config import read_config
 from workers.loading.model_manager import ModelManager
 
@@ -63,6 +64,8 @@ def test_the_language_part_answers_as_all_of_the_model(tmp_path: Path, model_typ
     assert loaded.info.notice == (
         f"{type(model).__name__} takes other inputs than text, too; servekit serves its language part, for text only"
     )
+    is_fused = any(isinstance(module, FusedDecoder) for module in loaded.model.modules())
+    assert is_fused == (model_type != "qwen2_5_vl"), "its positions have three dimensions"
     assert not any("vis" in name or "projector" in name for name, _ in loaded.model.named_parameters())
     engine = InProcessEngine(loaded, max_num_batched_tokens=16)
     sequences = [engine.add(prompt, max_tokens=10, ignore_eos=True) for prompt in PROMPTS]
