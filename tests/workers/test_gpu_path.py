@@ -28,12 +28,18 @@ if DEVICE.type != "cpu":
 pytestmark = pytest.mark.usefixtures("triton_kernels_run")
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
+LONG = ("gemma3_two_rotations", "olmo2", "granite_scaled", "phi3_partly_rotated")
+
+
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_whole_steps_with_triton_and_graphs_give_the_tokens_of_generate(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model_type, configuration = ARCHITECTURES[name]
-    make_model(tmp_path, model_type, {**configuration, "num_hidden_layers": 2})
+    changes: dict[str, Any] = {"num_hidden_layers": 2}
+    if "layer_types" in configuration:
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    make_model(tmp_path, model_type, {**configuration, **changes})
     monkeypatch.setattr(model_manager, "SAMPLE_TOKENS", 20)  # of the self-check; the interpreter is slow
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
 

@@ -213,17 +213,20 @@ def quantized_weights() -> None:
 def layers(has_float8: bool) -> None:
     from workers.attention.triton_kernels import LayerPages
     from workers.attention.triton_rotary import rotate_and_store
-    from workers.layers.triton_ops import add_norm, swiglu
+    from workers.layers.triton_ops import add_norm, geglu, swiglu
 
     hidden, qkv = torch.empty(4, 4096, dtype=torch.bfloat16), torch.empty(4, 48 * 128, dtype=torch.bfloat16)
-    add_norm(hidden, hidden, hidden[0], 1e-6)
+    add_norm(hidden, hidden, torch.empty(4096), 1e-6)
     swiglu(hidden)
+    geglu(hidden)
     angles = torch.empty(4, 128)
-    norm, cells = torch.empty(128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    norm, cells = torch.empty(128), torch.zeros(4, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if has_float8 else [])):
         pages = pages_of(LayerPages, 8, 128, dtype)
         rotate_and_store(qkv, 32, 8, 128, angles, angles, norm, norm, 1e-6, pages, cells)
         rotate_and_store(qkv, 32, 8, 128, angles, angles, None, None, 1e-6, pages, cells)
+        part = angles[:, :96].contiguous()
+        rotate_and_store(qkv, 32, 8, 128, part, part, None, None, 1e-6, pages, cells)
 
 
 def sampling() -> None:

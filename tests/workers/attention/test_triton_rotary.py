@@ -16,14 +16,17 @@ pytestmark = pytest.mark.usefixtures("triton_kernels_run")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("num_heads", "head_dim", "with_norms"), [(6, 64, False), (2, 80, True), (8, 128, True)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "rotary_dim", "with_norms"),
+    [(6, 64, 64, False), (2, 80, 80, True), (8, 128, 128, True), (4, 128, 96, True), (2, 64, 16, False)],
+)
 def test_queries_are_rotated_in_place_and_keys_in_their_pages(
-    dtype: torch.dtype, num_heads: int, head_dim: int, with_norms: bool
+    dtype: torch.dtype, num_heads: int, head_dim: int, rotary_dim: int, with_norms: bool
 ) -> None:
     """As transformers' own functions have it, in float64."""
     num_tokens, num_kv_heads, block_size, eps = 6, 2, 4, 1e-6
     qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    angles = (10 * random(num_tokens, head_dim // 2)).repeat(1, 2)
+    angles = (10 * random(num_tokens, rotary_dim // 2)).repeat(1, 2)
     norms = [1 + random(head_dim, dtype=dtype) / 4 for _ in range(2)] if with_norms else [None, None]
     pages = torch.zeros(2, 3, block_size, num_kv_heads, head_dim, dtype=dtype, device=DEVICE)
     cells = torch.tensor([9, 2, -1, 11, 0, 5], device=DEVICE)
@@ -34,7 +37,12 @@ def test_queries_are_rotated_in_place_and_keys_in_their_pages(
         for each, norm in zip(heads, norms, strict=False)
     ]
     wide = angles.double()
-    queries, keys = apply_rotary_pos_emb(*normed, wide.cos(), wide.sin(), unsqueeze_dim=1)
+    rotated = apply_rotary_pos_emb(
+        *(each[..., :rotary_dim] for each in normed), wide.cos(), wide.sin(), unsqueeze_dim=1
+    )
+    queries, keys = (
+        torch.cat([first, each[..., rotary_dim:]], dim=-1) for first, each in zip(rotated, normed, strict=True)
+    )
     before = qkv.clone()
     rotate_and_store(
         qkv,
