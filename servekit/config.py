@@ -98,8 +98,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="data type of weights and computation; auto is float32 on a CPU and the checkpoint's type on a "
-            "GPU"
+            description="data type of weights and computation; auto is the checkpoint's type on a GPU; on a CPU it is "
+            "bfloat16 if the checkpoint's is and the processor multiplies it, and otherwise float32"
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[

@@ -17,13 +17,13 @@ from safetensors import safe_open
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
+from servekit.protocol.cpu_dtype import multiplies_bfloat16, read_stored_numbers
 from servekit.protocol.gguf_index import WEIGHTS as GGUF_WEIGHTS
 from servekit.protocol.worker_facts import GpuFacts, KernelFacts, ModelFacts, TorchFacts, WorkerFacts
 from workers.csrc.build import c_library, find_compiler
 from workers.loading.checkpoint import count_tensors, find_weights, quantization_config
 from workers.loading.gguf_index import has_gguf, read_index
 from workers.loading.model_config import architecture_of, check_is_decoder, read_config
-from workers.loading.model_manager import multiplies_bfloat16
 from workers.loading.refusals import in_one_line
 from workers.loading.weights import check_extent
 from workers.quantization.formats.registry import format_of, name_of
@@ -146,6 +146,7 @@ def _safetensors_facts(path: Path) -> ModelFacts:
         is_quantized=described is not None,
         file_bytes=sum(file.stat().st_size for file in files),
         file_number_bytes=NUMBER_BYTES.get(main, 0),
+        cpu_dtype=read_stored_numbers(path).cpu_dtype,
     )
 
 

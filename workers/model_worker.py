@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from servekit.errors import ConfigError
+from servekit.protocol.cpu_dtype import read_stored_numbers
 from servekit.protocol.cpu_list import format_cpu_list
 from servekit.protocol.framing import MessageReceiver, MessageSender
 from servekit.protocol.light_imports import light_imports
@@ -133,7 +134,9 @@ class ModelWorker(WorkerLoop):
             from workers.runner.simulated_runner import load
         else:
             if settings.device.startswith("cpu") or (settings.device == "auto" and not NVIDIA_DRIVER.exists()):
-                compile_ahead("float32" if settings.dtype == "auto" else settings.dtype)
+                stored = read_stored_numbers(Path(settings.model_path))
+                on_auto = stored.cpu_dtype if settings.quantization is None else "float32"
+                compile_ahead(on_auto if settings.dtype == "auto" else settings.dtype)
             with light_imports(shares_model=settings.num_ranks > 1):  # of torch, too, which takes seconds
                 from workers.runner.model_runner import load  # type: ignore[assignment]
         settings = replace(settings, fingerprint=fingerprint)

@@ -227,9 +227,13 @@ def progress_bar(first_step: int, steps: int) -> tqdm:
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the model in bfloat16 next to its tokenizer, moving only whole files into place."""
+    """Write the model in bfloat16 next to its tokenizer, moving only whole files into place.
+
+    Its config.json says that CPUs compute it in float32, so that its tokens are the same on all of them.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     model = model.to("cpu", torch.bfloat16)
+    model.config.servekit_cpu_dtype = "float32"
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,

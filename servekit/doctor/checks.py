@@ -84,7 +84,10 @@ def _processor(machine: Machine, config: ServeConfig) -> Check:
     runs_on_cpu = not _gpu_is_used(machine, config)
     found = f"{processor.name} ({processor.architecture}): {instructions or 'no wide instructions that kernels use'}"
     if runs_on_cpu and worker is not None and worker.torch.multiplies_bfloat16 and config.dtype == "auto":
-        found += "; --dtype bfloat16 is about twice as fast as float32, and less exact"
+        if worker.model is not None and worker.model.cpu_dtype == "bfloat16":
+            found += "; --dtype auto is the checkpoint's bfloat16; float32 is exact, and takes about twice as long"
+        else:
+            found += "; --dtype bfloat16 is about twice as fast as float32, and less exact"
     return _check(
         "processor",
         "slow" if instructions is None and runs_on_cpu else "ok",
@@ -288,7 +291,7 @@ def _number_bytes(facts: ModelFacts, config: ServeConfig, on_gpu: bool) -> int:
     """Return the bytes of a number that is computed with."""
     if config.dtype != "auto":
         return DTYPE_BYTES[config.dtype]
-    return (facts.file_number_bytes or 2) if on_gpu else DTYPE_BYTES["float32"]
+    return (facts.file_number_bytes or 2) if on_gpu else DTYPE_BYTES[facts.cpu_dtype]
 
 
 def _cache_bytes(facts: ModelFacts, config: ServeConfig) -> int:

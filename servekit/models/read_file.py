@@ -26,6 +26,7 @@ from servekit.models.model_file import (
     parse_model_file,
 )
 from servekit.models.weight_memory import NUMBER_BYTES, weight_bytes
+from servekit.protocol.cpu_dtype import read_stored_numbers
 from servekit.protocol.prediction import PredictorKind
 from servekit.remote.api_keys import check_api_key
 from servekit.simulation.model import is_simulated

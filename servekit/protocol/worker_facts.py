@@ -47,6 +47,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_quantized: bool = False
     file_bytes: int = 0  # of all weights
     file_number_bytes: int = 0  # of one number, if the weights are not quantized
+    cpu_dtype: str = "float32"  # that --dtype auto is on this machine's CPU
     num_parameters: int = 0  # 0 if the format packs several into one number
     kv_numbers_per_token: int = 0  # keys and values of all layers; 0 if it is not known
     is_here: bool = True  # on this machine; otherwise it is downloaded at the first start

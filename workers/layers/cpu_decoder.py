@@ -109,9 +109,7 @@ class CpuDecoder:
         self.structs = (CDecoderLayer * len(layers))(*map(_make_struct, layers, weights))
         self._attention_sizes = [output.num_inputs for _, output, *_ in weights]  # num_heads * value_dim, by layer
         self.workspace_per_token = max(map(_workspace_per_token, layers, weights))
-        self.gemm_workspace_bytes = max(
-            weight.workspace_bytes for weight in (*in_order, *of_experts)
-        )  # for each token
+        self.gemm_workspace_bytes = max(weight.workspace_bytes for weight in (*in_order, *of_experts))  # for each token
         self.largest_weight = max(weight.num_inputs * weight.num_outputs for weight in (*in_order, *of_experts))
 
     def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
+from servekit.protocol.cpu_dtype import CONFIG_KEY, cpu_dtype
 from servekit.protocol.messages import ModelInfo
 from workers.attention.interface import AttentionParams
 from workers.attention.selector import PAGED_ATTENTION
@@ -21,6 +22,7 @@ from workers.device.heap import trim_heap
 from workers.device.memory import allocation_refused_as
 from workers.kv_cache.pages import LayerShape
 from workers.layers.layer_replacement import replace_layers
+from workers.layers.linear import can_pack
 from workers.loading.attention_recording import attention_switched, record_attention
 from workers.loading.checkpoint import quantization_config
 from workers.loading.gguf_index import has_gguf
@@ -150,7 +152,7 @@ class ModelManager:
         log.info("loading %s from %s", architecture, path)
         if notice := notice_of(config, architecture):
             log.warning("%s", notice)
-        load_dtype = self._resolve_dtype(dtype)
+        load_dtype = self._resolve_dtype(dtype, config, is_quantized=weight_format is not None)
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
             if load_format == "dummy":
@@ -168,8 +170,6 @@ class ModelManager:
             if ranks is not None:
                 num_bytes = num_weight_bytes(model)  # the files have all ranks' parts
             move(model, self.device, progress)
-        if dtype == "auto" and self.device.type == "cpu" and multiplies_bfloat16() and config.dtype is torch.bfloat16:
-            log.info("computing in float32, for exact tokens; --dtype bfloat16, the files' own, is about twice as fast")
         model.eval()
         adapt_own_attention(model)
         model_dtype = model.dtype  # asked for now: later, a stage of a pipeline may have no plain parameters left
@@ -221,13 +221,23 @@ class ModelManager:
         quantize_weights(model, weight_format, progress)
         return model, num_weight_bytes(model)
 
-    def _resolve_dtype(self, dtype: str) -> str | torch.dtype:
+    def _resolve_dtype(self, dtype: str, config: PreTrainedConfig, is_quantized: bool) -> str | torch.dtype:
         if dtype != "auto":
             resolved: torch.dtype = getattr(torch, dtype)
             return resolved
-        # A CPU is exact in float32, and often fastest: many only emulate bfloat16. If this CPU multiplies bfloat16, the
-        # log says that it would be faster. Choosing it here would make the tokens depend on the machine.
-        return torch.float32 if self.device.type == "cpu" else "auto"
+        if self.device.type != "cpu":
+            return "auto"
+        # Most CPUs only emulate bfloat16, more slowly than they compute in float32. Quantized weights have float32
+        # beside them, because their formats name a type for GPUs.
+        stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+        chosen = cpu_dtype(stored, getattr(config, CONFIG_KEY, None))
+        is_bfloat16 = chosen == "bfloat16" and can_pack(torch.bfloat16)
+        if is_bfloat16 and not is_quantized:
+            log.info("computing in bfloat16, as the files are; --dtype float32 is exact, and takes about twice as long")
+            return torch.bfloat16
+        if is_bfloat16:
+            log.info("computing in float32, for exact tokens; --dtype bfloat16 is faster in steps of many tokens")
+        return torch.float32
 
 
 def _read(
@@ -274,11 +284,6 @@ def _weight_format(
             )
         return Gguf() if has_gguf(path) and load_format != "dummy" else None
     return QuantizedAtLoad(quantization, group_size)
-
-
-def multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions that multiply bfloat16."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ from workers.device.transfer import to_device
 from workers.kv_cache.pages import KVCache, bytes_per_block
 from workers.layers.fused_decoder import FusedDecoder
 from workers.layers.linear import can_pack
-from workers.loading.model_manager import LoadedModel, ModelManager, multiplies_bfloat16
+from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.speculation.continuation import make_continuation
 from workers.speculation.drafter import Drafter, DraftRequest, Target
 
