@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.quick_compiler import NOT_INLINED
 from tests.workers.attention.test_backends import CPU, TOLERANCES, Case, assert_same
 from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionParams, HeadNorms, PagedStep
@@ -264,7 +265,7 @@ def test_processors_without_wide_vectors_compute_the_same(
     if platform.machine() != "x86_64" or compiler is None:
         pytest.skip("another processor, or no compiler")
     flags = tuple(flag for flag in build.FLAGS if flag != "-O3")
-    monkeypatch.setattr(build, "FLAGS", (*flags, f"-march={architecture}", "-O1"))
+    monkeypatch.setattr(build, "FLAGS", (*flags, f"-march={architecture}", "-O1", NOT_INLINED))
     monkeypatch.setattr(build, "SOURCES", ("paged_attention.c",))
     library = declare_prototypes(
         ctypes.CDLL(str(build.compile_library(compiler, build.MACROS[dtype_name], tmp_path / "a.so")))

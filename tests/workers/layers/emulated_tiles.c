@@ -43,8 +43,8 @@ static void check_shapes(int c, int a, int b) {
 static void multiply_bytes(int c, int a, int b) {
     check_shapes(c, a, b);
     for (int m = 0; m < shape.rows[c]; m++)
-        for (int n = 0; n < shape.bytes[c] / 4; n++)
-            for (int k = 0; k < shape.bytes[a]; k++)
+        for (int k = 0; k < shape.bytes[a]; k++)
+            for (int n = 0; n < shape.bytes[c] / 4; n++)
                 ((int32_t *)tiles[c][m])[n] += (int8_t)tiles[a][m][k] * (int32_t)tiles[b][k / 4][4 * n + k % 4];
 }
 
@@ -57,8 +57,8 @@ static float wide(const uint8_t *from) {
 static void multiply_bfloat16(int c, int a, int b) {
     check_shapes(c, a, b);
     for (int m = 0; m < shape.rows[c]; m++)
-        for (int n = 0; n < shape.bytes[c] / 4; n++)
-            for (int k = 0; k < shape.bytes[a]; k += 2)
+        for (int k = 0; k < shape.bytes[a]; k += 2)
+            for (int n = 0; n < shape.bytes[c] / 4; n++)
                 ((float *)tiles[c][m])[n] += wide(tiles[a][m] + k) * wide(tiles[b][k / 4] + 4 * n + k % 4);
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support.gguf_files import random_blocks
 from tests.support.quantized import FP4_LEVELS, NF4_LEVELS, random_matrix
+from tests.support.quick_compiler import NOT_INLINED
 from workers.csrc import build as compiling
 from workers.csrc.build import FOLDER, c_library
 from workers.layers.cpu_weight import WORKSPACE_ROWS
@@ -71,7 +72,7 @@ PROCESSORS: dict[str, tuple[str, ...]] = {  # flags of the compiler
 EMULATED_TILES = str(Path(__file__).with_name("emulated_tiles.c"))
 
 
-LIBRARIES = [  # to compile for other processors takes a minute, so these are long tests
+LIBRARIES = [  # to compile for other processors takes a while, so these are long tests
     pytest.param((name, dtype), marks=[pytest.mark.long] if flags else [])
     for name, flags in PROCESSORS.items()
     for dtype in ("float32", "bfloat16")
@@ -88,7 +89,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("this processor has no AVX2")
     with pytest.MonkeyPatch.context() as patch:
         if PROCESSORS[name]:
-            patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O0", *PROCESSORS[name]))
+            patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", NOT_INLINED, *PROCESSORS[name]))
             patch.setattr(compiling, "SOURCES", (EMULATED_TILES if "AMX" in name else "quantized_gemm.c", "team.c"))
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         found = c_library.__wrapped__(dtype)
