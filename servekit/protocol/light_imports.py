@@ -4,7 +4,8 @@ transformers imports two large parts of torch only to refer to them, and looks t
 of the modules of a worker come from that (docs/performance.md, "Start"). `light_imports` changes four things:
 
 - The compiler (`torch._dynamo`) is imported when something of it is used. transformers only marks functions that it
-  must not look into; until it is imported, these marks do nothing, because nothing is compiled.
+  must not look into; until it is imported, these marks do nothing, because nothing is compiled. And ranks that connect
+  clear what its rules for tracing have cached; until then, they have cached nothing.
 - So is sympy, with torch's part for symbolic sizes. Each model is built on the device meta first. There, torch asks
   these modules whether a number or a condition is symbolic, and only what is compiled can be.
 - What several processes share a model with (DTensor, FSDP, distributed checkpoints) is left out in a process that
@@ -32,8 +33,9 @@ from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
-# The only part that transformers calls, to index attention masks with tensors.
-INDEX_PART = "torch._dynamo._trace_wrapped_higher_order_op"
+# The parts that are used without the others: by transformers, to index attention masks with tensors; and by DTensor,
+# which computes the shapes of what a rank holds, and reads there how.
+SMALL_PARTS = ("torch._dynamo._trace_wrapped_higher_order_op", "torch._dynamo.config")
 # The functions with which other modules mark code that the compiler must not compile.
 MARKS = ("disable", "allow_in_graph", "assume_constant_result")
 SYMBOLS = "sympy"
@@ -105,7 +107,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name in POSTPONED and (compiler is None or isinstance(compiler, _PostponedModule)):
             return _with_loader(name, path, _PostponingLoader, POSTPONED[name])
         package = next((each for each in POSTPONED if name.startswith(f"{each}.")), None)
-        if package is not None and name != INDEX_PART:
+        if package is not None and name not in SMALL_PARTS:
             # Its parts need it, and may be imported by it.
             module = sys.modules[package]
             if isinstance(module, _PostponedModule):
@@ -265,9 +267,19 @@ class _Expression:
     """Stands for sympy's class of expressions, of which there are none before sympy is imported."""
 
 
+class _TraceRules:
+    """Stands for the compiler's rules for tracing. They are imported when anything else of them is used."""
+
+    def clear_lru_cache(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{COMPILER}.trace_rules"), name)
+
+
 # The modules that are imported when something of them is used, each with what stands in until then.
 POSTPONED: Mapping[str, Mapping[str, Any]] = {
-    COMPILER: dict.fromkeys(MARKS, _mark),
+    COMPILER: {**dict.fromkeys(MARKS, _mark), "trace_rules": _TraceRules()},
     SYMBOLS: {"Basic": _Expression},
     SYMBOLIC_SIZES: {name: _unless_symbolic(name) for name in ANSWERS},
 }

@@ -106,6 +106,33 @@ print(is_torch_distributed_available())
     assert output.splitlines() == ["True"]
 
 
+def test_a_rank_connects_and_divides_a_model_without_the_compiler(tmp_path: Path) -> None:
+    output = run(f"""
+import sys
+from servekit.protocol.light_imports import light_imports
+with light_imports(shares_model=True):
+    import torch, transformers.modeling_utils
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+dist.init_process_group("gloo", init_method="file://{tmp_path}/rendezvous", rank=0, world_size=1)
+whole = torch.nn.Parameter(torch.ones(4, 2))
+part = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)], src_data_rank=None)
+print(torch.nn.Parameter(part).to_local().shape)
+print("torch._dynamo.config" in sys.modules, [name for name in sys.modules if name.startswith("torch._dynamo.t")])
+
+print(torch._dynamo.trace_rules.lookup.__module__)
+print(torch._dynamo.trace_rules is sys.modules["torch._dynamo.trace_rules"])
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+print(torch.compile(lambda x: 2 * x, backend=backend)(torch.tensor(21)).item(), len(graphs))
+dist.destroy_process_group()
+""")
+    assert output.splitlines() == ["torch.Size([4, 2])", "True []", "torch._dynamo.trace_rules", "True", "42 1"]
+
+
 def test_a_module_is_imported_without_the_code_of_its_package_unless_it_needs_that(tmp_path: Path) -> None:
     package = tmp_path / "packed"
     package.mkdir()
