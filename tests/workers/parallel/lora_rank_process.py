@@ -1,12 +1,11 @@
 """One rank of several that serve adapters; see rank_process.py.
 
-`python -m tests.workers.parallel.lora_rank_process RANK SIZE RENDEZVOUS OUTPUT DIRECTORY...`. A directory has a model
-and its adapters, as `adapters_of` makes them.
+A directory has a model and its adapters, as `adapters_of` makes them.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -49,12 +48,9 @@ def serve(ranks: Ranks, directory: Path) -> list[list[int]]:
     return answers
 
 
-def main(rank: str, size: str, rendezvous: str, output: str, *directories: str) -> None:
-    """Serve each model, and write the answers to the file `output`."""
+def run_rank(rank: int, size: int, folder: str, directories: Sequence[str]) -> None:
+    """Serve each model as one of `size` ranks, and write the answers to FOLDER/rank-0, FOLDER/rank-1 and so on."""
     torch.set_num_threads(1)
-    ranks = Ranks(int(rank), int(size), 1, rendezvous, torch.device("cpu"))
-    Path(output).write_bytes(msgspec.msgpack.encode([serve(ranks, Path(directory)) for directory in directories]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks = Ranks(rank, size, 1, f"{folder}/rendezvous", torch.device("cpu"))
+    answers = [serve(ranks, Path(directory)) for directory in directories]
+    Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(answers))

@@ -1,22 +1,20 @@
 """Several ranks, each a process of its own with its own manager: they make the same plans, as from one manager.
 
-`python -m tests.workers.parallel.rank_process all TENSOR_SIZE PIPELINE_SIZE FOLDER MODEL...` writes what each rank
-computed to FOLDER/rank-0, FOLDER/rank-1 and so on. It imports all modules once, and forks the ranks: to import them
-takes most of a rank's time. With a rank's number instead of `all`, the process is that rank alone.
+`run_rank` writes what a rank computed to FOLDER/rank-0, FOLDER/rank-1 and so on. tests/support/forked_ranks.py forks a
+process for each; `python -m tests.workers.parallel.rank_process RANK TENSOR_SIZE PIPELINE_SIZE FOLDER MODEL...` is one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
 from servekit.errors import ConfigError
 from servekit.protocol.messages import StepResult
@@ -82,18 +80,19 @@ def logprobs_of(engine: InProcessEngine) -> list[list[float]]:
 
 
 def serve(ranks: Ranks, directory: str) -> Served:
-    """Load the model with the other ranks, and answer the prompts twice."""
+    """Load the model with the other ranks, and answer the prompts in several ways."""
     try:
         loaded = ModelManager("cpu").load(Path(directory), "float32", None, ranks=ranks)
     except ConfigError as error:
         return Served(refusal=error.message)
-    small = RanksEngine(loaded, ranks, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=7)
+    # The time is that of the messages between ranks, so of the steps. With these numbers there are few, and sequences
+    # are preempted all the same.
+    small = RanksEngine(loaded, ranks, num_blocks=12, max_num_seqs=6, max_num_batched_tokens=16)
     sequences = serve_with_joins_and_leaves(small, make_prompts(VOCAB_SIZE))
     large = RanksEngine(loaded, ranks, num_blocks=200)
-    for _ in range(2):
-        again = [large.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
-        large.run()
     logprobs = logprobs_of(large)
+    again = [large.add(prompt, max_tokens=8, temperature=0.7, seed=3) for prompt in make_prompts(VOCAB_SIZE)]
+    large.run()
     drafted = []
     if ranks.stage is None:
         drafter = RandomDrafter(VOCAB_SIZE, seed=dist.get_rank())
@@ -117,31 +116,15 @@ def serve(ranks: Ranks, directory: str) -> Served:
     )
 
 
-def fork_ranks(num_ranks: int, run: Callable[[int], None]) -> None:
-    """Run `run(rank)` in a process for each rank. If one of them fails, the others are ended. Raises its error.
-
-    This process has computed nothing, so it has none of torch's threads, which would not go on in a fork. Forks have
-    the same seed for the hashes of strings, so sets of strings have the same order in all of them. The ranks of a
-    server have not: test_ranks_make_the_same_plans_with_sets_in_different_orders starts separate processes.
-    """
-    start_processes(run, nprocs=num_ranks, start_method="fork")
-
-
-def main(which: str, tensor_size: str, pipeline_size: str, folder: str, *directories: str) -> None:
-    """Serve each model with all ranks, or as one of them, and write what was computed."""
-    sizes = int(tensor_size), int(pipeline_size)
-
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)
-        ranks = Ranks(rank, *sizes, f"{folder}/rendezvous", torch.device("cpu"))
-        served = [serve(ranks, directory) for directory in directories]
-        Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(served))
-
-    if which == "all":
-        fork_ranks(sizes[0] * sizes[1], run)
-    else:
-        run(int(which))
+def run_rank(rank: int, tensor_size: int, pipeline_size: int, folder: str, directories: Sequence[str]) -> None:
+    """Serve each model as one of several ranks, and write what was computed."""
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, tensor_size, pipeline_size, f"{folder}/rendezvous", torch.device("cpu"))
+    served = [serve(ranks, directory) for directory in directories]
+    Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(served))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    numbers, (to, *models) = map(int, sys.argv[1:4]), sys.argv[4:]
+    run_rank(*numbers, to, models)
+    dist.destroy_process_group()  # or its threads may still run when this process ends, which is an abort

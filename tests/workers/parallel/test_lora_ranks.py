@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.support.process_groups import run_together
+from tests.support.forked_ranks import run_ranks
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.lora.test_lora_pool import NUM_ADAPTERS, adapters_of, answer
-from tests.workers.parallel.lora_rank_process import MAX_TOKENS, NUM_PLACES
+from tests.workers.parallel.lora_rank_process import MAX_TOKENS, NUM_PLACES, run_rank
 from tests.workers.test_token_identity import make_prompts
 
 pytestmark = pytest.mark.long  # as test_ranks.py
@@ -23,14 +22,11 @@ TIMEOUT_S = 300
 @pytest.mark.parametrize(("size", "names"), [(2, ["llama_wide", "gemma2"]), (3, ["llama"])])
 def test_ranks_answer_as_merged_models_do(size: int, names: list[str], tmp_path: Path) -> None:
     directories = [str(adapters_of(name)[0].parent) for name in names]
-    commands, outputs = [], [tmp_path / str(rank) for rank in range(size)]
-    for rank, output in enumerate(outputs):
-        arguments = [str(rank), str(size), str(tmp_path / "rendezvous"), str(output), *directories]
-        commands.append([sys.executable, "-m", "tests.workers.parallel.lora_rank_process", *arguments])
-    run_together(commands, TIMEOUT_S)
+    run_ranks(run_rank, size, size, str(tmp_path), directories, timeout_s=TIMEOUT_S)
     prompts = make_prompts(VOCAB_SIZE)
-    for output in outputs:
-        for name, found in zip(names, msgspec.msgpack.decode(output.read_bytes()), strict=True):
+    for rank in range(size):
+        answers = msgspec.msgpack.decode((tmp_path / f"rank-{rank}").read_bytes())
+        for name, found in zip(names, answers, strict=True):
             expected: list[list[int]] = []
             for first in (*range(0, NUM_ADAPTERS, NUM_PLACES), 0):
                 batch = [*((index + 1, index) for index in range(first, first + NUM_PLACES)), (0, 0)]

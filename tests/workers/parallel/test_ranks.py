@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from pathlib import Path
 
@@ -9,10 +11,11 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.forked_ranks import run_ranks
 from tests.support.inprocess import InProcessEngine
 from tests.support.process_groups import run_together
 from tests.support.tiny_models import VOCAB_SIZE
-from tests.workers.parallel.rank_process import Served, logprobs_of
+from tests.workers.parallel.rank_process import Served, logprobs_of, run_rank
 from tests.workers.test_token_identity import make_prompts, prepared
 
 pytestmark = pytest.mark.long  # thousands of messages between processes, which may have to share two cores
@@ -57,11 +60,12 @@ def served(sizes: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> 
     directory = tmp_path_factory.mktemp("ranks")
     # The last model has no plan that divides it.
     paths = [str(prepared(name)[0].model.name_or_path) for name in (*RANKS[sizes], "gpt2")]
-    run_together([[*RANK_PROCESS, "all", *map(str, sizes), str(directory), *paths]], TIMEOUT_S)
-    by_rank = [results_of(directory, rank) for rank in range(sizes[0] * sizes[1])]
+    run_ranks(run_rank, math.prod(sizes), *sizes, str(directory), paths, timeout_s=TIMEOUT_S)
+    by_rank = [results_of(directory, rank) for rank in range(math.prod(sizes))]
     return {name: [results[i] for results in by_rank] for i, name in enumerate((*RANKS[sizes], "gpt2"))}
 
 
+@functools.cache
 def of_one_process(name: str) -> tuple[torch.Tensor, list[list[int]], list[list[float]]]:
     """Logits by transformers' own layers, sampled answers, and logprobs of prompts and answers."""
     loaded, _ = prepared(name)

@@ -1,11 +1,7 @@
-"""Two ranks that answer prompts with drafts, and what they answered.
-
-`python -m tests.workers.speculation.rank_process FOLDER METHOD MODEL [HEAD]` writes FOLDER/rank-0 and FOLDER/rank-1.
-"""
+"""Two ranks that answer prompts with drafts, and what they answered; see tests/support/forked_ranks.py."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,7 +10,7 @@ import torch
 from tests.support.draft_heads import MAX_DRAFTS, settings_with_head
 from tests.support.inprocess import InProcessEngine
 from tests.support.tiny_models import VOCAB_SIZE
-from tests.workers.parallel.rank_process import RanksEngine, fork_ranks
+from tests.workers.parallel.rank_process import RanksEngine
 from tests.workers.test_token_identity import make_prompts
 from workers.loading.model_manager import ModelManager
 from workers.parallel.ranks import Ranks
@@ -49,19 +45,11 @@ def answer(engine: InProcessEngine) -> Answered:
     return Answered([list(sequence.output_token_ids) for sequence in sequences], drafts)
 
 
-def main(folder: str, method: str, model: str, head: str = "") -> None:
-    """Answer the prompts with two ranks, and write what was answered."""
-
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)
-        ranks = Ranks(rank, 2, 1, f"{folder}/rendezvous", torch.device("cpu"))
-        loaded = ModelManager("cpu").load(Path(model), "float32", None, ranks=ranks)
-        drafter = load_drafter(loaded, settings_with_head(loaded, method, head))
-        engine = RanksEngine(loaded, ranks, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafter)
-        Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(answer(engine)))
-
-    fork_ranks(2, run)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def run_rank(rank: int, folder: str, method: str, model: str, head: str) -> None:
+    """Answer the prompts as one of two ranks, and write what was answered to FOLDER/rank-0 or FOLDER/rank-1."""
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, 2, 1, f"{folder}/rendezvous", torch.device("cpu"))
+    loaded = ModelManager("cpu").load(Path(model), "float32", None, ranks=ranks)
+    drafter = load_drafter(loaded, settings_with_head(loaded, method, head))
+    engine = RanksEngine(loaded, ranks, num_blocks=200, max_drafts=MAX_DRAFTS, loaded_drafter=drafter)
+    Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(answer(engine)))

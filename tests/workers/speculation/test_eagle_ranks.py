@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.support.draft_heads import MTP_MODELS, add_mtp_layer, make_eagle3_head
+from tests.support.forked_ranks import run_ranks
 from tests.support.inprocess import InProcessEngine, load
-from tests.support.process_groups import run_together
 from tests.support.tiny_models import _LLAMA_LIKE, WIDE_ARCHITECTURES, make_model
-from tests.workers.speculation.rank_process import Answered, answer
+from tests.workers.speculation.rank_process import Answered, answer, run_rank
 
 pytestmark = pytest.mark.long  # two processes, and hundreds of messages between them
 
@@ -27,8 +26,7 @@ def test_ranks_with_drafts_answer_what_one_process_answers(method: str, tmp_path
     else:
         make_model(model, "glm4_moe", {**_LLAMA_LIKE, **MTP_MODELS["glm4_moe"]})
         add_mtp_layer(model)
-    module = "tests.workers.speculation.rank_process"
-    run_together([[sys.executable, "-m", module, str(tmp_path), method, str(model), str(head)]], TIMEOUT_S)
+    run_ranks(run_rank, 2, str(tmp_path), method, str(model), str(head), timeout_s=TIMEOUT_S)
     files = [tmp_path / f"rank-{rank}" for rank in range(2)]
     of_ranks = [msgspec.msgpack.decode(file.read_bytes(), type=Answered) for file in files]
     alone = answer(InProcessEngine(load(model), num_blocks=200))
