@@ -20,7 +20,7 @@ def missed(claims: list[Claim]) -> list[Claim]:
 
 @pytest.mark.parametrize("name", ["overlapping-terminals", "bodies", "mix"])
 def test_a_bystander_gets_all_answers_beside_an_attack(name: str) -> None:
-    claims = beside_bystander(ATTACKS[name], seconds=3, seed=0, num_rounds=1)
+    claims = beside_bystander(ATTACKS[name], seconds=3, seed=0, num_rounds=1, control_s=0.5)
     assert any(claim.is_kept for claim in claims) and not missed(claims)
 
 

@@ -62,26 +62,34 @@ class Memory(Struct):
         return max(0.0, sum(self.most.values()) - sum(self.before.values())) if self.before else 0.0
 
 
-def beside_bystander(attack: Attack, seconds: float, seed: int, num_rounds: int = 3) -> list[Claim]:
-    """Attack a server in `num_rounds` windows of `seconds`, each after a control window, and return the claims."""
+def beside_bystander(
+    attack: Attack, seconds: float, seed: int, num_rounds: int = 3, control_s: float | None = None
+) -> list[Claim]:
+    """Attack a server in `num_rounds` windows of `seconds`, each after a control window, and return the claims.
+
+    The control window, with which only latencies are compared, has as many seconds, or `control_s`.
+    """
+    control_s = seconds if control_s is None else control_s
     with serving_tenants(attack.name, *attack.flags, limits=attack.limits) as server:
-        claims = asyncio.run(_compare(server, attack, seconds, seed, num_rounds))
+        claims = asyncio.run(_compare(server, attack, seconds, control_s, seed, num_rounds))
         num_tracebacks = server.log.read_text().count("Traceback")
     return [*claims, Claim("no traceback", f"{num_tracebacks} tracebacks", num_tracebacks == 0)]
 
 
-async def _compare(server: ServerProcess, attack: Attack, seconds: float, seed: int, num_rounds: int) -> list[Claim]:
+async def _compare(
+    server: ServerProcess, attack: Attack, seconds: float, control_s: float, seed: int, num_rounds: int
+) -> list[Claim]:
     calm: list[Window] = []
     loud: list[Window] = []
     statuses: Counter[str] = Counter()
     async with Bystander(server.port) as bystander, AttackerProcess(attack.name, server.port, seed) as attacker:
-        await asyncio.sleep(min(3.0, seconds))  # the first requests are slower
+        await asyncio.sleep(min(3.0, control_s))  # the first requests are slower
         memory = Memory()
         watch = asyncio.create_task(_watch(server, memory))
         for _ in range(num_rounds):
             bystander.begin_window()
             attacker.begin("control")
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(control_s)
             calm.append(bystander.begin_window())
             memory.before = memory.before or memory_mib(server)
             await attacker.rest()
