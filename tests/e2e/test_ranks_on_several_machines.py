@@ -28,7 +28,7 @@ ENOUGH_S = 180.0  # each start of a rank takes seconds of a core, and the cores 
 class Machines:
     """A server, and an agent on each of two machines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, divided: str = "--tensor-parallel-size") -> None:
         self._folder = folder
         self._key = folder / "key"
         self._key.write_text("0123456789abcdef" * 4)
@@ -36,7 +36,7 @@ class Machines:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.master_port = free.getsockname()[1]
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
-        arguments = ["demo", "--tensor-parallel-size", "2", "--heartbeat-timeout", "30"]
+        arguments = ["demo", divided, "2", "--heartbeat-timeout", "30"]
         arguments += ["--listen-workers", "tcp://127.0.0.1:0", "--worker-key-file", str(self._key)]
         self.server = ServerProcess(*arguments, log=folder / "server.log")
         self.wait_until(lambda: "workers can join at" in self.log)
@@ -132,6 +132,18 @@ def test_two_machines_answer_like_one_process_and_the_loss_of_one_loses_no_token
     assert len(re.findall("replica 0: worker .* is lost; resuming", machines.log)) == 1
     assert len(re.findall("replica 0: worker .* has left", machines.log)) == 1
     assert machines.agents[1].poll() is None
+
+
+def test_a_stage_on_each_of_two_machines_answers_like_one_process(tmp_path: Path, expected: list[str]) -> None:
+    """Here the results come from the second machine."""
+    machines = Machines(tmp_path, "--pipeline-parallel-size")
+    try:
+        machines.start(0)
+        machines.start(1)
+        machines.server.wait_until_ready(ENOUGH_S)
+        assert machines.answers() == expected
+    finally:
+        machines.end()
 
 
 def test_ranks_that_are_not_as_many_as_the_servers_are_refused_with_a_sentence(machines: Machines) -> None:
