@@ -1,10 +1,15 @@
-// The form for a model that embeds, reranks or classifies. It takes the playground's place while such a model is shown.
+// The form for a model that embeds, reranks, classifies or computes tensors. It takes the playground's place while such
+// a model is shown.
 
 import { neutralize } from "./answer_list.js";
 import { byId, createElement } from "./dom.js";
 import { describeErrorResponse } from "./error_response.js";
 
-// By kind: the names of the fields, the request that they make, and what of its answer is shown, as [name, number].
+const MAX_LABELS = 10; // of a classifier that are shown: it may have thousands
+const MAX_NUMBERS = 20; // of a tensor
+
+// By kind: the names of the fields, the request that they make, and what of its answer is shown, as [name, number] or
+// [name, text].
 const KINDS = {
 	embed: {
 		title: "Compare two texts",
@@ -24,8 +29,21 @@ const KINDS = {
 	classify: {
 		title: "Classify",
 		labels: ["Text, for a model of texts"],
-		request: ({ first, picture }) => ({ path: "predict", body: picture ? { image: picture } : { input: first } }),
+		request: ({ first, picture }) => ({
+			path: "predict",
+			body: { ...(picture ? { image: picture } : { input: first }), top_k: MAX_LABELS },
+		}),
 		rows: ({ predictions }) => predictions[0].scores.map(({ label, score }) => [label, score]),
+	},
+	infer: {
+		title: "Compute tensors",
+		labels: ["Tensors, as a JSON list; or a text, for a model of texts"],
+		request: ({ first }) => ({
+			path: "predict",
+			body: first.trim().startsWith("[") ? { tensors: readTensors(first) } : { input: first },
+		}),
+		rows: ({ outputs }) =>
+			outputs.map(({ name, shape, datatype, data }) => [`${name}: ${datatype}[${shape}]`, shortened(data)]),
 	},
 };
 
@@ -104,10 +122,28 @@ export class PredictorForm {
 		byId("prediction-status").className = isError ? "bad" : "";
 		const cells = ([name, number]) => [
 			createElement("th", { scope: "row", textContent: neutralize(name) }),
-			createElement("td", { textContent: Number.isInteger(number) ? number : number.toFixed(4) }),
+			createElement("td", { textContent: typeof number === "string" ? neutralize(number) : asText(number) }),
 		];
 		byId("predictions").replaceChildren(...rows.map((row) => createElement("tr", {}, ...cells(row))));
 	}
+}
+
+function asText(number) {
+	return Number.isInteger(number) ? number : number.toFixed(4);
+}
+
+function readTensors(text) {
+	try {
+		return JSON.parse(text);
+	} catch {
+		const example = '[{"name": "A", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]';
+		throw new Error(`The tensors are not valid JSON. Send, for example: ${example}`);
+	}
+}
+
+function shortened(data) {
+	const numbers = [data].flat(Infinity);
+	return numbers.slice(0, MAX_NUMBERS).join(", ") + (numbers.length > MAX_NUMBERS ? ", …" : "");
 }
 
 function cosine(one, other) {

@@ -23,6 +23,7 @@ from playwright.sync_api import Browser, Locator, Page, Route
 
 from tests.support.browser import FAILED_TO_LOAD, chromium, new_page, no_complaints
 from tests.support.server_process import ServerProcess, free_port, serving
+from tests.support.triton_server import triton_server
 
 CONSOLE = Path(__file__).parents[2] / "servekit" / "console"
 KEY = "canary-of-the-console"
@@ -628,6 +629,32 @@ def test_model_that_is_chosen_is_shown_and_gets_the_requests(page: Page, tmp_pat
         line = 'servekit_http_requests_total{handler="/v1/completions",method="POST",model_name="two",status="200"} 1.0'
         assert line in server.client.get("/metrics").text
         page.goto("about:blank")  # or it would complain about the end of the server
+
+
+def test_model_of_a_triton_server_has_a_form_for_tensors(page: Page, tmp_path: Path) -> None:
+    with triton_server() as triton:
+        entry = '[[model]]\nid = "{0}"\nkind = "triton"\nmodel = "{0}"\nremote = {{ url = "{1}" }}\n'
+        file = tmp_path / "models.toml"
+        file.write_text("".join(entry.format(name, triton.url) for name in ("sum", "lengths")))
+        with serving("--models", str(file), log=tmp_path / "log") as server:
+            open_at(page, server)
+            rows, status = page.locator("#predictions tr"), page.locator("#prediction-status")
+
+            def send_text(text: str, answer: str) -> list[str]:
+                page.locator("textarea[name=first]").fill(text)
+                page.locator("#predict-button").click()
+                status.filter(has_text=answer).wait_for()
+                return rows.all_inner_texts()
+
+            page.locator("#predictor-form").wait_for()
+            assert not page.locator("#playground-form").is_visible()
+            tensors = [{"name": name, "shape": [1, 2], "datatype": "FP32", "data": [1.5, 2]} for name in "AB"]
+            assert send_text(json.dumps(tensors), "Done.") == ["SUM: FP32[1,2]\t3, 4", "LARGEST: FP32[1]\t4"]
+            assert send_text("[1", "The tensors are not valid JSON") == []
+            page.locator("#model-choice").select_option("lengths")
+            page.locator("#model").filter(has_text="lengths").wait_for(state="attached")
+            assert send_text("four", "Done.") == ["LENGTH: INT64[1,1]\t4"]
+            page.goto("about:blank")  # or it would complain about the end of the server
 
 
 def test_text_has_enough_contrast() -> None:

@@ -166,7 +166,9 @@ def test_console_compares_two_texts_and_classifies_a_picture(server: ServerProce
         choice.select_option("images")
         page.locator("#picture-field").wait_for()  # the form is that of the chosen model
         page.locator("#picture-field input").set_input_files(tmp_path / "a.png")
-        shown = dict(row.split("\t") for row in send())
+        with page.expect_request("**/predict") as request:
+            shown = dict(row.split("\t") for row in send())
+        assert request.value.post_data_json["top_k"] == 10, "a classifier may have thousands of labels"
         encoded = base64.b64encode(image).decode()
         (expected,) = post(server, "/predict", model="images", image=encoded)["predictions"]
         assert {label: float(score) for label, score in shown.items()} == pytest.approx(labelled(expected), abs=1e-4)
