@@ -54,7 +54,7 @@ def weight_bytes(path: Path, number_bytes: int | None, quantization: str | None,
         if stored is None:
             total += end - begin
             continue
-        num_bits = 8 * (number_bytes or stored)
+        num_bits: float = 8 * (number_bytes or stored)
         if quantization is not None and len(tensor.shape) == 2:
             num_bits = _rounded_bits(name, quantization, group_size or GROUP_SIZE, has_head) or num_bits
         total += math.ceil(math.prod(tensor.shape) * num_bits / 8)
