@@ -578,9 +578,8 @@ class ModelManager:
             )
         wait_s = residency.expected_wait_s(model.name, now_s)
         if wait_s > max_wait_s:
-            if (
-                residency.load_s(model.name) > max_wait_s
-            ):  # no request may wait for all of it, and something must begin it
+            # No request may wait for all of such a load, and something must begin it.
+            if residency.load_s(model.name) > max_wait_s:
                 residency.mark_requested(model.name, now_s)
                 self.look()
             model.loads.refused()
