@@ -225,6 +225,33 @@ def test_wait_is_estimated_from_measured_loads_and_those_before() -> None:
     assert residency.retry_after_s("c", 13.0) == 60
 
 
+def test_model_that_was_not_loaded_yet_takes_what_is_assumed_and_a_request_may_come_again_before_it_is_loaded() -> None:
+    residency = Residency({"cpu": 100}, on_cpu("a"))
+    assert residency.load_s("a") == DEFAULT_LOAD_S
+    residency.assumed_load_s = 5.0
+    assert residency.load_s("a") == residency.expected_wait_s("a", 0.0) == 5.0
+    residency.mark_requested("a", 0.0)
+    residency.plan(0.0)
+    residency.loaded("a", 90.0)
+    residency.dismiss("a")
+    residency.plan(91.0)
+    residency.unloaded("a")
+    assert residency.load_s("a") == 90.0
+    assert [residency.retry_after_s("a", 91.0, patience_s) for patience_s in (0.0, 59.5, 100.0)] == [90, 31, 1]
+
+
+def test_model_whose_failures_are_forgotten_is_tried_at_once_and_then_as_after_its_first_one() -> None:
+    residency = Residency(CAPACITY, [ModelNeeds("a", {"cpu": 100}, is_kept=True)])
+    for now_s in (0.0, FIRST_BACKOFF_S):
+        assert residency.plan(now_s) == [Load("a")]
+        residency.load_failed("a", now_s)
+    assert residency.plan(FIRST_BACKOFF_S + 1.0) == []
+    residency.forget_failures("a")
+    assert residency.state("a") is State.COLD and residency.plan(FIRST_BACKOFF_S + 1.0) == [Load("a")]
+    residency.load_failed("a", 10.0)
+    assert residency.retry_s("a") == 10.0 + FIRST_BACKOFF_S
+
+
 def test_removed_model_is_forgotten() -> None:
     residency = Residency(CAPACITY, on_cpu("a"))
     residency.remove("a")
