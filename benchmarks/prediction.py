@@ -12,6 +12,7 @@ follow their outcomes in all three.
 
     python -m benchmarks.prediction --out build/prediction
     python -m benchmarks.prediction --journal build/journal     # keeps the journal, or predicts again if it is there
+    python -m benchmarks.prediction --chance    # what no prediction can know: when running answers will end
 
 It takes under seven minutes. Run nothing else meanwhile: another program makes steps longer than they were before.
 """
@@ -25,6 +26,7 @@ import random
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
+from heapq import heapify, heapreplace
 from html import escape
 from math import exp, log10
 from pathlib import Path
@@ -255,6 +257,34 @@ def predict(journal: Path, way: Way) -> tuple[dict[str, float], list[Outcome]]:
     return watcher.predictor.model.info(), [outcome for outcome in watcher.outcomes if outcome.kind > CAPACITY]
 
 
+def error_of_chance(place: int, rng: random.Random, num_states: int = 300, num_plays: int = 60) -> float:
+    """Return the median error of the best prediction of the first token of a request that is so far back in the line.
+
+    Each state has full slots with answers that are partly made. All steps take the same time, prompts take none, and
+    the distribution of lengths is known. So only chance is left: in each play, the answers get other lengths.
+    """
+
+    def length(num_made: float = 0.0) -> float:
+        while (tokens := exp(MEASURED.spread * rng.gauss())) <= num_made:
+            pass
+        return tokens
+
+    errors = []
+    for _ in range(num_states):
+        # In a slot that was always in use, an answer is met in proportion to its length, at any point of it.
+        met = [rng.random() * exp(MEASURED.spread * (rng.gauss() + MEASURED.spread)) for _ in range(NUM_SLOTS)]
+        plays = []
+        for _ in range(num_plays):
+            ends = [length(num_made) - num_made for num_made in met]
+            heapify(ends)
+            for _ in range(place - 1):
+                heapreplace(ends, ends[0] + length())
+            plays.append(ends[0])
+        predicted = median(plays)
+        errors += [abs(predicted / each - 1.0) for each in plays]
+    return median(errors)
+
+
 def as_table(outcomes: list[Outcome]) -> list[list[str]]:
     rows = [["load", "requests", "median error", "in the 80 % band", "median wait until the first token"]]
     for kind in sorted({outcome.kind for outcome in outcomes}):
@@ -333,7 +363,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=50.0, help="of each load")
     parser.add_argument("--journal", type=Path, help="keep it there; if it is there, nothing is served")
     parser.add_argument("--out", type=Path, help="folder for the page")
+    parser.add_argument("--chance", action="store_true", help="show what cannot be predicted, and serve nothing")
     options = parser.parse_args()
+    if options.chance:
+        for place in (1, 3, 5, 10, 15, 20, 30):
+            print(
+                f"first token of number {place:2d} in the line: {100 * error_of_chance(place, random.Random(0)):.0f} %"
+            )
+        return
     with tempfile.TemporaryDirectory() as folder:
         journal = options.journal or Path(folder) / "journal"
         if not journal.exists():
