@@ -244,7 +244,7 @@ def row(task: str, num_clients: int, side: Side, off: Side) -> str:
 def measure(model: str, folder: Path, deadline_s: float, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of a model's table, if possible before `deadline_s`."""
     if model == "demo":
-        flags, tasks, name = ["--model", "demo"], demo_tasks(), "the demo model in float32"
+        flags, tasks, name = ["--model", "demo", "--dtype", "float32"], demo_tasks(), "the demo model in float32"
     else:
         from benchmarks.copying_llama import make_copying_llama
 

@@ -54,7 +54,7 @@ def engine_of(loaded: LoadedModel, draft: DraftModel) -> InProcessEngine:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *((name, {}) for name in ("llama", "mistral_sliding", "qwen2", "qwen3")),
+        *((name, {}) for name in ("llama", "mistral_sliding", "qwen2", "qwen3", "phi3")),
         ("llama", {"rope_parameters": LINEAR}),
         ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     ],
@@ -132,9 +132,7 @@ def test_ids_beyond_its_embedding_are_read_as_the_last_one_and_none_beyond_the_c
     assert drafts_after(3) == [0] * len(by_token[3])
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"), [("llama", {"rope_parameters": DYNAMIC}), ("gpt2", {}), ("gemma2", {}), ("phi3", {})]
-)
+@pytest.mark.parametrize(("name", "changes"), [("llama", {"rope_parameters": DYNAMIC}), ("gpt2", {}), ("gemma2", {})])
 def test_other_models_make_their_drafts_one_call_after_the_other(
     name: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
