@@ -242,6 +242,7 @@ def test_the_server_answers_while_the_model_loads(tmp_path: Path) -> None:
                 refusal = server.client.post("/generate", json={"prompt": "a", "max_tokens": 1})
                 assert refusal.status_code in (200, 503)
                 assert server.client.get("/health").status_code == 200
+                time.sleep(0.05)
         assert seen == {"loading", "ready"}
     finally:
         server.client.close()

@@ -103,13 +103,14 @@ class ServerProcess:
     def wait_for_metric(self, name: str, value: float, timeout_s: float = 120) -> None:
         """Wait until the sum of a metric's samples is `value`.
 
-        After a second it asks less often: a worker starts meanwhile, and to ask takes processor time from that.
+        The longer it has waited, the less often it asks: a worker starts or computes meanwhile, and an answer takes
+        4 ms of a processor from that.
         """
         started = time.monotonic()
         while (now := self.metric(name)) != value:
             waited_s = time.monotonic() - started
             assert waited_s < timeout_s, f"{name} is {now}, not {value}"
-            time.sleep(0.02 if waited_s < 1 else 0.2)
+            time.sleep(min(max(0.02, waited_s / 4), 0.2))
 
     def wait_for_log(self, text: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
