@@ -188,7 +188,8 @@ class FusedDecoder(nn.Module):
             layer, rotation = decoder.layers[index], self.rotary.by_layer[index]
             fused = FusedLayer(layer, family, layer_params, rotation, ops, method, group, lora, make_experts, name)
             self._layers.append(fused)
-            decoder.layers[index] = nn.Identity()  # frees the layer, so that memory holds at most one layer twice
+            decoder.layers[index] = nn.Identity()
+            del layer  # now it is freed, before `params` trims the heap, so that memory holds at most one layer twice
         self.cpu_decoder = make_cpu_decoder([layer.parts for layer in self._layers]) if make_cpu_decoder else None
 
     def forward(
