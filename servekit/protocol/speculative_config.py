@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from servekit.errors import ConfigError
 
 # Drafts that a step may verify for a sequence where K is not given. With 7, a step verifies 8 positions, which is the
-# most that CPU kernels compute in the time of one. n-gram drafts cost nothing to make; the others cost a pass each.
-DEFAULT_MAX_DRAFTS = {"ngram": 7, "draft": 4, "self": 4, "medusa": 4, "eagle": 4, "mtp": 2}
+# most that CPU kernels compute in the time of one. n-gram drafts cost nothing to make, and those of a small draft model
+# little; the others cost more, or are seldom right beyond the fourth.
+DEFAULT_MAX_DRAFTS = {"ngram": 7, "draft": 7, "self": 4, "medusa": 4, "eagle": 4, "mtp": 2}
 MAX_DRAFTS = 16
 QUANTIZATIONS = ("int8", "int4", "w4a8", "fp8", "nf4")
 DEFAULT_QUANTIZATION = "w4a8"  # of `self`: reads the fewest bytes, and computes fastest
