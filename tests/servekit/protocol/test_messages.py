@@ -85,6 +85,8 @@ def test_each_rank_transfers_through_the_memory_of_the_ranks_with_its_number() -
     load = LoadModel("", "auto", "cpu", 16, 1, 1, None, 1, None, 0.9, tensor_parallel_size=3)
     load = replace(load, kv_transfer_fds=(10, 11, 12, 20, 21, 22))
     assert [replace(load, rank=rank).own_transfer_fds for rank in range(3)] == [(10, 20), (11, 21), (12, 22)]
+    on_its_own_machine = replace(load, kv_transfer_fds=(30, 40), rank=1, local_rank=0)
+    assert on_its_own_machine.own_transfer_fds == (30, 40)
 
 
 def test_the_first_rank_of_the_last_stage_sends_the_results() -> None:
