@@ -11,7 +11,7 @@ import msgspec
 
 from servekit.errors import ConfigError, ServekitError
 from servekit.executor.placement import Placement
-from servekit.executor.worker_connection import WorkerConnection
+from servekit.executor.worker_connection import Question, WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.frames import FrameCodec
@@ -19,6 +19,7 @@ from servekit.protocol.messages import (
     HEARTBEAT_S,
     FromWorker,
     Heartbeat,
+    ListBlocks,
     Loading,
     LoadModel,
     Shutdown,
@@ -116,8 +117,8 @@ class LocalGroup:
     def send(self, payload: bytes) -> None:
         message: ToWorker = msgspec.msgpack.decode(payload, type=ToWorker)
         match message:
-            case StartProfile() | StopProfile():
-                self._start(self._ask(message), "a profile of the ranks")
+            case StartProfile() | StopProfile() | ListBlocks():
+                self._start(self._ask(message), "a question to the ranks")
             case Shutdown():
                 self._start(self._shut_down(), "end of the ranks")
             case _:
@@ -145,7 +146,8 @@ class LocalGroup:
             else:
                 self._send_to_server(Heartbeat())
 
-    async def _ask(self, request: StartProfile | StopProfile) -> None:
+    async def _ask(self, request: Question) -> None:
+        """Pass on the answer of the rank that sends results: the others get no question."""
         with contextlib.suppress(ServekitError):
             self._send_to_server(await self._group.ask(request))
 

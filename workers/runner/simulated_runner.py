@@ -127,9 +127,11 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Simu
             BlockRing(fd, bytes_per_block, layout, is_writer=number in (own, settings.kv_transfer_inbox))
             for number, fd in enumerate(settings.kv_transfer_fds)
         ]
-        reads_all = own is None or settings.kv_transfer_inbox is not None
-        connector = RingConnector(rings if reads_all else [rings[own]], None if own is None else rings[own])
-        num_transfer_blocks = 0 if own is None else rings[own].max_readable
+        own_ring = None if own is None else rings[own]
+        if own_ring is not None and settings.kv_transfer_inbox is None:
+            rings = [own_ring]
+        connector = RingConnector(rings, own_ring)
+        num_transfer_blocks = 0 if own_ring is None else own_ring.max_readable
     worker = SimulatedWorker(
         num_blocks, settings.block_size, settings.max_num_batched_tokens, model.drafting_s, connector
     )

@@ -13,8 +13,10 @@ from msgspec.structs import replace
 from servekit.protocol.child_process import dump_stacks_on_crash
 from servekit.protocol.framing import MessageReceiver, MessageSender, adopt_reader, adopt_writer
 from servekit.protocol.messages import (
+    BlocksListed,
     FromWorker,
     Heartbeat,
+    ListBlocks,
     Loading,
     LoadModel,
     ModelInfo,
@@ -73,6 +75,9 @@ def main() -> None:
             if behaviour == "profiles slowly":
                 time.sleep(SLOW_PROFILE_S)
             results.send(Profiled(num_steps=plan.max_steps if isinstance(plan, StartProfile) else 0))
+            continue
+        if isinstance(plan, ListBlocks):
+            results.send(BlocksListed((b"k" * 16,) if plan.start == 0 else ()))
             continue
         assert isinstance(plan, StepPlan)
         if behaviour == "sends garbage":

@@ -15,8 +15,10 @@ from servekit.executor.placement import Placement
 from servekit.joining import local_worker
 from servekit.joining.local_worker import LocalGroup
 from servekit.protocol.messages import (
+    BlocksListed,
     FromWorker,
     Heartbeat,
+    ListBlocks,
     Loading,
     Profiled,
     RankInfo,
@@ -87,6 +89,9 @@ async def test_two_ranks_are_one_worker_to_the_server(ranks: Recorder) -> None:
         assert await ranks.receive() == StepResult(0, 0, (7,), 0.0)
     ranks.send(StartProfile("", 5))
     assert await ranks.receive() == Profiled(num_steps=5)
+    for start, keys in ((0, (b"k" * 16,)), (1, ())):
+        ranks.send(ListBlocks(start))
+        assert await ranks.receive() == BlocksListed(keys), "of one rank, and not of each"
     async with asyncio.timeout(ENOUGH_S):
         await ranks.has_beaten.wait()
     ranks.send(Shutdown())
