@@ -23,7 +23,7 @@ from tests.torture.workers import fault_environment
 
 pytestmark = pytest.mark.long
 
-FIELDS = {"max_tokens": 150, "ignore_eos": True, "temperature": 0.0}
+FIELDS = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.0}
 NUMBER = {"type": "json_schema", "value": {"type": "object", "properties": {"n": {"type": "integer"}}}}
 DIGITS = {"type": "regex", "value": "[0-9]{40}"}
 REQUESTS: list[dict[str, Any]] = [
@@ -99,7 +99,7 @@ def num_restarts(server: ServerProcess, cause: str) -> float:
 
 @pytest.mark.parametrize(
     ("tensor_size", "pipeline_size", "victims", "lacks_memory"),
-    [(2, 1, [0, 1], True), (1, 2, [0, 1], False), (2, 2, [1, 2], False)],
+    [(2, 1, [0], True), (1, 2, [0, 1], False), (2, 2, [1, 2], False)],
     ids=["tensor", "pipeline", "both"],
 )
 def test_a_divided_model_answers_as_an_undivided_one_whatever_happens_to_a_rank(
@@ -112,8 +112,9 @@ def test_a_divided_model_answers_as_an_undivided_one_whatever_happens_to_a_rank(
 ) -> None:
     """Greedy, sampled and constrained answers, with and without logprobs; ranks are killed, and one lacks memory.
 
-    To start four ranks again takes longest. So of these two are killed, one in each stage and each with another place
-    in it. Only one of two ranks lacks memory, and none of a pipeline: both faults end a group in the same way.
+    To start ranks again takes longest. So of four ranks two are killed, one in each stage and each with another place
+    in it. One of them is the second that shares a layer, so where there are two ranks, that one lacks memory and is not
+    killed as well. No rank of a pipeline lacks memory: both faults end a group in the same way.
     """
     sizes = ("--tensor-parallel-size", str(tensor_size), "--pipeline-parallel-size", str(pipeline_size))
     with serving_ranks(tmp_path / "log", *sizes) as server:
@@ -133,10 +134,10 @@ def test_a_divided_model_answers_as_an_undivided_one_whatever_happens_to_a_rank(
         if not lacks_memory:
             return
         largest_step = server.metric("servekit_step_token_limit")
-        answers = answers_during(server, lambda: os.kill(ranks[victim], SIGNALS["out of memory"]))
+        answers = answers_during(server, lambda: os.kill(ranks[1], SIGNALS["out of memory"]))
         assert_alike(answers, undivided)
         assert num_restarts(server, "out_of_memory") == 1, server.log.read_text()
-        assert f"rank {victim} of the model worker ran out of memory: a planted fault" in server.log.read_text()
+        assert "rank 1 of the model worker ran out of memory: a planted fault" in server.log.read_text()
         assert server.metric("servekit_step_token_limit") < largest_step, "smaller steps may fit"
 
 
