@@ -1,11 +1,12 @@
-"""Time decode steps of the worker, and compare them with their minimum on this machine.
+"""Time decode steps and prompts of the worker, and compare them with their minimum on this machine.
 
-    python -m benchmarks.worker [--model PATH] [--dtype bfloat16] [--batches 1 8 32] [--context 256]
+    python -m benchmarks.worker [--model PATH] [--dtype bfloat16] [--batches 1 8 32] [--context 256] [--prompts 256 512]
 
 Without --model it makes the Llama of random weights of benchmarks/decode_steps.py. Two floors are measured in the same
 run, alternating with the steps: the multiplications of a step alone, with weights packed by oneDNN; and these together
 with reading all keys and values of the step once. A step is timed inside the worker, from the plan to the sampled ids,
-in the environment of worker processes. Figures are medians.
+in the environment of worker processes. Figures are medians. A prompt is one step whose last token is sampled. Its
+multiplications are those that it needs: in the last layer, all tokens have keys and values, and one token the rest.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ class PromptedSteps(DecodeSteps):
 
     def __init__(self, loaded: LoadedModel, num_sequences: int, num_tokens: int, max_steps: int) -> None:
         super().__init__(loaded, num_sequences, num_tokens, max_steps)
-        self.prefill_s = 0.0  # of the last prompt
-        vocab_size = loaded.info.vocab_size
+        vocab_size = self._vocab_size = loaded.info.vocab_size
         for slot in range(num_sequences):
             token_ids = tuple((slot * 7919 + i * 31) % vocab_size for i in range(num_tokens))
             chunk = ScheduledChunk(slot, 0, num_tokens, token_ids, self.blocks_of(slot), samples=True)
             assignment = SlotAssignment(slot=slot, sampling=GREEDY)
-            self.prefill_s = self.runner.execute(StepPlan(0, 0, (assignment,), (chunk,))).step_time_s
+            self.runner.execute(StepPlan(0, 0, (assignment,), (chunk,)))
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Compute a prompt of so many tokens in place of the first sequence, and return its seconds."""
+        token_ids = tuple(i * 31 % self._vocab_size for i in range(num_tokens))
+        chunk = ScheduledChunk(0, 0, num_tokens, token_ids, self.blocks_of(0), samples=True)
+        assignment = SlotAssignment(slot=0, sampling=GREEDY)
+        return self.runner.execute(StepPlan(0, 0, (assignment,), (chunk,))).step_time_s
 
 
 def timed(what: Callable[[], object]) -> float:
@@ -64,14 +71,17 @@ class Floor:
             (weight.shape[1], torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS)) for weight in weights
         ]
 
-    def multiply(self, num_rows: int) -> Callable[[], object]:
+    def multiply(self, num_rows: int, num_sampled: int | None = None) -> Callable[[], object]:
+        """Return a function that multiplies so many rows; after the last layer's attention, the sampled ones."""
         inputs: dict[int, Tensor] = {size: torch.randn(num_rows, size).to(self._dtype) for size, _ in self._weights}
+        sampled = {size: x[:num_sampled] for size, x in inputs.items()}
+        num_whole = len(self._weights) - 4  # the last layer's output, gate_up and down, and the head
         call = torch.ops.mkldnn._linear_pointwise
 
         def step() -> None:
             with torch.inference_mode():
-                for size, weight in self._weights:
-                    call(inputs[size], weight, None, "none", [], "")
+                for index, (size, weight) in enumerate(self._weights):
+                    call((inputs if index < num_whole else sampled)[size], weight, None, "none", [], "")
 
         return step
 
@@ -94,6 +104,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[256, 512, 2048], help="tokens of prompts")
     parser.add_argument(
         "--onednn-alone", action="store_true", help="multiply by oneDNN in all steps, without the skinny GEMM"
     )
@@ -136,7 +147,14 @@ def main() -> None:
             f"{num_sequences / step_s:.0f}",
         )
         tell(f"| {num_sequences} | {' | '.join(cells)} |")
-    print(f"\na prompt of {arguments.context} tokens takes {1e3 * steps.prefill_s:.0f} ms")
+    print("\n| tokens of a prompt | its step, ms | multiplications alone, ms | ratio |\n|---:|---:|---:|---:|")
+    for num_tokens in arguments.prompts:
+        steps = PromptedSteps(loaded, 1, num_tokens, 0)
+        multiply = floor.multiply(num_tokens, 1)
+        steps.prompt_s(num_tokens), multiply()
+        pairs = [(steps.prompt_s(num_tokens), timed(multiply)) for _ in range(arguments.steps // 3)]
+        step_s, multiply_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+        tell(f"| {num_tokens} | {1e3 * step_s:.0f} | {1e3 * multiply_s:.0f} | {step_s / multiply_s:.2f} |")
 
 
 if __name__ == "__main__":

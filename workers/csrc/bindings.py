@@ -255,10 +255,13 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "geglu": (None, [_pointer] * 2 + [_int64] * 2),
     "clamped_swiglu": (None, [_pointer] * 2 + [_int64] * 2),
     "skinny_gemm_max_rows": (_int64, []),
+    "blocked_gemm_block_width": (_int64, []),
     # weight, packed; num_outputs, num_inputs, num_bytes
     "packed_block_width": (_int64, [_pointer] * 2 + [_int64] * 3),
     # weight, x, residual, output; num_rows; workspace
     "skinny_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
+    # weight, x, residual, output; num_rows; workspace
+    "blocked_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
     # weight
     "quantized_gemm_workspace_bytes": (_int64, [_pointer]),
     # weight, x, residual, output; num_rows; workspace

@@ -31,8 +31,8 @@ log = logging.getLogger("servekit.worker")
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    *("paged_attention.c", "layers.c", "skinny_gemm.c", "quantized_gemm.c", "lora.c", "experts.c", "decoder.c"),
-    "continuation.c",
+    *("paged_attention.c", "layers.c", "skinny_gemm.c", "blocked_gemm.c", "quantized_gemm.c", "lora.c", "experts.c"),
+    *("decoder.c", "continuation.c"),
     "team.c",
 )
 HEADERS = ("kernels.h", "kv_codes.h", "vectors.h", "products.h", "strips.h", "team.h", "tiles.h")

@@ -117,6 +117,10 @@ typedef struct {
    The first call asks Linux for the right to use AMX tiles. */
 int64_t skinny_gemm_max_rows(void);
 
+/* The width of the blocks of weights that skinny_gemm multiplies by any number of rows, by blocked_gemm; 0: none. Call
+   skinny_gemm_max_rows first. */
+int64_t blocked_gemm_block_width(void);
+
 /* The width of the blocks in which `packed` (num_bytes long) holds weight [num_outputs, num_inputs]; 0 if its layout is
    one that skinny_gemm cannot read. */
 int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t num_outputs, int64_t num_inputs,
@@ -125,6 +129,12 @@ int64_t packed_block_width(const scalar *weight, const scalar *packed, int64_t n
 /* `multiply` of a packed_weight. It uses no workspace. */
 void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
                  int64_t num_rows, void *workspace);
+
+/* The same for any number of rows of bfloat16, by vectors, if the weight's blocks are BLOCKED_GEMM_WIDTH wide
+   (blocked_gemm.c). */
+enum { BLOCKED_GEMM_WIDTH = 4 * LANES };
+void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                  int64_t num_rows, void *workspace);
 
 /* -- quantized GEMM (quantized_gemm.c) ---------------------------------------------------------------------------- */
 

@@ -30,32 +30,29 @@
 
 #include "kernels.h"
 #include "kv_codes.h"
+#include "products.h"
 
 enum { STRIP_TILES = 4, MAX_ROWS = 8 };
+/* Query rows of a prompt that are computed together. With AVX-512, all sums of six rows and a strip stay in registers. */
+#ifdef __AVX512F__
+enum { MAX_PROMPT_ROWS = 6, SCORES_STRIPS = 1 };
+#else
+enum { MAX_PROMPT_ROWS = MAX_ROWS, SCORES_STRIPS = 0 };
+#endif
 enum { MAX_DECODE_QUERIES = 16 }; /* a token and its drafts; more of them are a prompt chunk */
 
-#ifdef BFLOAT16
-enum { PACK = 2 };
-typedef uint32_t packed __attribute__((may_alias)); /* two scalars, the first one in the lower half */
-
-static inline floats multiply_add(floats sum, const scalar *pairs, packed pair) {
-#ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(pairs),
-                                    (__m512bh)_mm512_set1_epi32((int)pair));
-#else
-    ints both = *(const ints *)pairs;
-    return sum + (floats)(both << 16) * to_float((scalar)pair) +
-           (floats)(both & (int32_t)0xffff0000) * to_float((scalar)(pair >> 16));
-#endif
-}
-#else
-enum { PACK = 1 };
-typedef float packed;
-
 static inline floats multiply_add(floats sum, const scalar *values, packed value) {
-    return sum + *(const floats *)values * value;
+    return add_products(sum, load_ints(values), value);
 }
+
+/* Store weights, which are not negative; with AVX512-BF16 in one instruction, where `store` takes several. */
+static inline void store_weights(packed *to, floats weights) {
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+    *(__m256bh *)to = _mm512_cvtneps_pbh((__m512)weights);
+#else
+    store((scalar *)to, weights);
 #endif
+}
 
 /* The bytes of a tile of keys, or of values, of `dim` dimensions. */
 static inline int64_t tile_bytes(const attention_params *params, int64_t dim) {
@@ -224,7 +221,7 @@ static inline __attribute__((always_inline)) void score_tile(floats *scores, con
                                                              const uint8_t *tile, const uint8_t *next_tile,
                                                              const packed *queries, int64_t num_packed) {
     const scalar *keys = (const scalar *)tile, *next_keys = (const scalar *)next_tile;
-    floats even[num_rows], odd[num_rows]; /* two chains of sums, because each sum waits for the one before it */
+    floats even[MAX_ROWS], odd[MAX_ROWS]; /* two chains of sums, because each sum waits for the one before it */
     for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
     for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK, next_keys += 2 * LANES * PACK) {
         if (prefetches) {
@@ -236,6 +233,33 @@ static inline __attribute__((always_inline)) void score_tile(floats *scores, con
             odd[r] = multiply_add(odd[r], keys + LANES * PACK, queries[r * num_packed + p + 1]);
     }
     for (int r = 0; r < num_rows; r++) scores[r] = even[r] + odd[r];
+}
+
+/* The same for MAX_PROMPT_ROWS rows and a strip of tiles. A pair of a query is loaded once for all tiles: a processor that
+   starts two multiplications in a cycle does not load a pair for each of them. Not inlined: in the large function around
+   it, GCC does not keep the sums in registers. */
+static __attribute__((noinline)) void score_strip(floats (*scores)[MAX_ROWS], const uint8_t *const *tiles,
+                                                  const packed *queries, int64_t num_packed) {
+    enum { num_rows = MAX_PROMPT_ROWS };
+    floats sum[MAX_ROWS][STRIP_TILES];
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < STRIP_TILES; t++) sum[r][t] = (floats){};
+    for (int64_t p = 0; p < num_packed; p++) {
+        ints keys[STRIP_TILES];
+#pragma GCC unroll 4
+        for (int t = 0; t < STRIP_TILES; t++) keys[t] = load_ints((const scalar *)tiles[t] + p * LANES * PACK);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+            for (int t = 0; t < STRIP_TILES; t++)
+                sum[r][t] = add_products(sum[r][t], keys[t], queries[r * num_packed + p]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < STRIP_TILES; t++) scores[t][r] = sum[r][t];
 }
 
 /* The same for a tile of codes. queries: [num_rows, dim]. */
@@ -265,7 +289,7 @@ static inline __attribute__((always_inline)) void accumulate_values(
     floats *sums, int64_t sums_stride, const int num_rows, const int prefetches, const int width,
     const uint8_t *const *tiles, const uint8_t *const *next_tiles, int num_tiles, int64_t from, int64_t stride,
     const packed (*weights)[STRIP_TILES][LANES / PACK]) {
-    floats sum[num_rows][width];
+    floats sum[MAX_ROWS][4];
     for (int r = 0; r < num_rows; r++)
         for (int w = 0; w < width; w++) sum[r][w] = sums[r * sums_stride + w];
     for (int t = 0; t < num_tiles; t++) {
@@ -341,7 +365,7 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
     const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t position = group->begin;
     while (position < group->end) {
-        floats scores[STRIP_TILES][num_rows];
+        floats scores[STRIP_TILES][MAX_ROWS];
         const uint8_t *keys[STRIP_TILES], *values[STRIP_TILES], *next_keys[STRIP_TILES], *next_values[STRIP_TILES];
         const int num_tiles = find_strip(group, position, keys, values);
         const int64_t next_position = position + STRIP_TILES * LANES;
@@ -352,6 +376,8 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
             next_keys[num_next] = keys[num_next];
             next_values[num_next] = values[num_next];
         }
+        const int by_strip = SCORES_STRIPS && !prefetches && !has_codes && num_tiles == STRIP_TILES;
+        if (by_strip) score_strip(scores, keys, queries, num_packed);
         for (int t = 0; t < num_tiles; t++) {
             const int64_t offset = position % params->block_size;
             const int64_t num_tokens = params->block_size - offset < LANES ? params->block_size - offset : LANES;
@@ -359,7 +385,7 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
             if (has_codes)
                 score_codes(score, num_rows, prefetches, keys[t], next_keys[t], (const scalar *)queries, key_dim,
                             &decoder);
-            else score_tile(score, num_rows, prefetches, keys[t], next_keys[t], queries, num_packed);
+            else if (!by_strip) score_tile(score, num_rows, prefetches, keys[t], next_keys[t], queries, num_packed);
             for (int r = 0; r < num_rows; r++) {
                 score[r] *= params->scale;
                 if (params->softcap != 0.0f) score[r] = soft_cap(score[r], params->softcap);
@@ -391,7 +417,7 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
                 floats weight = exp_nonpositive(scores[t][r] - shift);
                 total[r] += weight;
                 if (has_codes) weight *= *(const floats *)values[t]; /* the scales of the tile's tokens */
-                store((scalar *)weights[r][t], weight);
+                store_weights(weights[r][t], weight);
             }
         }
         if (has_codes) {
@@ -422,6 +448,10 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
    takes the compiler half a second. */
 static inline __attribute__((always_inline)) void attend_group_over(const query_group *group, const query_group *next,
                                                                     const int has_codes) {
+    if (!has_codes && !group->is_decode) {
+        attend_rows(group, next, MAX_PROMPT_ROWS, 0, 0);
+        return;
+    }
     switch (has_codes && group->num_rows > 4 ? MAX_ROWS : group->num_rows) {
         case 1: attend_rows(group, next, 1, 1, has_codes); break;
         case 2: attend_rows(group, next, 2, 1, has_codes); break;
@@ -431,8 +461,7 @@ static inline __attribute__((always_inline)) void attend_group_over(const query_
         case 6: if (!has_codes) attend_rows(group, next, 6, 1, 0); break;
         case 7: if (!has_codes) attend_rows(group, next, 7, 1, 0); break;
         default:
-            if (has_codes || group->is_decode) attend_rows(group, next, MAX_ROWS, 1, has_codes);
-            else attend_rows(group, next, MAX_ROWS, 0, has_codes);
+            attend_rows(group, next, MAX_ROWS, 1, has_codes);
     }
 }
 
@@ -451,6 +480,11 @@ typedef struct {
     const int64_t *first_group; /* [num_sequences + 1] the number of each sequence's first query group */
 } attention_step;
 
+/* The rows of a query group, at most. */
+static inline int64_t max_rows_of_group(const attention_params *params, int64_t num_queries) {
+    return num_queries > MAX_DECODE_QUERIES && params->page_format == PLAIN_PAGES ? MAX_PROMPT_ROWS : MAX_ROWS;
+}
+
 static query_group make_group(const attention_step *step, int64_t number) {
     const attention_params *params = step->pages->params;
     const attention_metadata *metadata = step->metadata;
@@ -468,12 +502,13 @@ static query_group make_group(const attention_step *step, int64_t number) {
     group.is_decode = num_queries <= MAX_DECODE_QUERIES;
     /* The groups of a prompt that have the same rows follow each other, because they take equally long. Those of a decode
        step that have the same keys do: the second one finds some of them in a cache. */
-    const int64_t num_parts = (num_queries * group_size + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t max_rows = max_rows_of_group(params, num_queries);
+    const int64_t num_parts = (num_queries * group_size + max_rows - 1) / max_rows;
     group.kv_head = group.is_decode ? within / num_parts : within % params->num_kv_heads;
-    const int64_t first_row = MAX_ROWS * (group.is_decode ? within % num_parts : within / params->num_kv_heads);
+    const int64_t first_row = max_rows * (group.is_decode ? within % num_parts : within / params->num_kv_heads);
     const int64_t left = num_queries * group_size - first_row;
     group.block_table = metadata->block_table + sequence * metadata->table_width;
-    group.num_rows = left < MAX_ROWS ? (int)left : MAX_ROWS;
+    group.num_rows = (int)(left < max_rows ? left : max_rows);
     for (int i = 0; i < MAX_ROWS; i++) { /* rows that do not exist are the last one again */
         const int64_t row = first_row + (i < group.num_rows ? i : group.num_rows - 1);
         const int64_t query = row / group_size, head = group.kv_head * group_size + row % group_size;
@@ -496,8 +531,10 @@ static void attend(const layer_pages *pages, const attention_metadata *metadata,
     int64_t first_group[num_sequences + 1];
     first_group[0] = 0;
     for (int64_t s = 0; s < num_sequences; s++) {
-        const int64_t num_rows = (metadata->query_starts[s + 1] - metadata->query_starts[s]) * group_size;
-        first_group[s + 1] = first_group[s] + (num_rows + MAX_ROWS - 1) / MAX_ROWS * params->num_kv_heads;
+        const int64_t num_queries = metadata->query_starts[s + 1] - metadata->query_starts[s];
+        const int64_t max_rows = max_rows_of_group(params, num_queries);
+        const int64_t num_parts = (num_queries * group_size + max_rows - 1) / max_rows;
+        first_group[s + 1] = first_group[s] + num_parts * params->num_kv_heads;
     }
     const attention_step step = {pages, metadata, queries, query_stride, output, first_group};
     /* A thread takes several groups at a time, so that one can prefetch what the next one reads; but few enough that

@@ -1,7 +1,7 @@
 /* Skinny GEMM: linear layers on the few rows of a decode step. Every weight is read once, so memory bandwidth is the
-   limit.
+   limit. What blocked_gemm.c multiplies faster is passed on to it, and so are more rows; the caller knows where it can.
 
-   Weights are read in the layout that oneDNN chose, so memory holds one copy, and oneDNN multiplies prompts as before.
+   Weights are read in the layout that oneDNN chose, so memory holds one copy, and oneDNN can multiply as well.
    The layout is blocks of `block_width` outputs; inside a block, all inputs follow each other, in bfloat16 two by two,
 
        [num_outputs / block_width, num_inputs / UNIT, block_width, UNIT]
@@ -40,6 +40,13 @@ int64_t skinny_gemm_max_rows(void) {
     has_tiles = may_use_tiles();
 #endif
     return MAX_ROWS;
+}
+
+int64_t blocked_gemm_block_width(void) {
+#ifdef BFLOAT16
+    if (!has_tiles) return BLOCKED_GEMM_WIDTH;
+#endif
+    return 0;
 }
 
 static inline int64_t num_blocks(int64_t num_outputs, int64_t width) { return (num_outputs + width - 1) / width; }
@@ -188,7 +195,15 @@ static void multiply_strips_of_thread(const packed_weight *packed, const scalar 
 
 void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
                  int64_t num_rows, void *workspace) {
+#ifdef BFLOAT16
+    const int is_blocked = ((const packed_weight *)weight)->block_width == blocked_gemm_block_width();
+    if (num_rows > MAX_ROWS || (is_blocked && has_panels_for_all(weight))) {
+        blocked_gemm(weight, x, residual, output, num_rows, workspace);
+        return;
+    }
+#else
     (void)workspace;
+#endif
     const int64_t began_ns = begin_region();
 #pragma omp parallel
     {
@@ -200,4 +215,5 @@ void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *r
 
 #else
 int64_t skinny_gemm_max_rows(void) { return 0; }
+int64_t blocked_gemm_block_width(void) { return 0; }
 #endif

@@ -26,6 +26,13 @@ static inline int is_even(const prepared_weight *weight) {
     return weight->num_outputs >= 4 * STRIP * omp_get_max_threads();
 }
 
+enum { MIN_TASKS_PER_THREAD = 4 }; /* so that threads end at about the same time */
+
+/* Whether there are enough panels of blocked_gemm for all threads, without dividing rows among them. */
+static inline int has_panels_for_all(const prepared_weight *weight) {
+    return weight->num_outputs >= MIN_TASKS_PER_THREAD * BLOCKED_GEMM_WIDTH * omp_get_max_threads();
+}
+
 /* The data of strip `index`. From the end of the thread's strips on, these are its strips of the weight that is
    multiplied next; NULL if there is none. */
 static inline const void *strip_to_prefetch(const prepared_weight *weight, strip_range strips, int64_t index) {

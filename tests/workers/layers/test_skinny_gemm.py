@@ -1,4 +1,4 @@
-"""The skinny GEMM agrees with float64, and weights in a layout that it cannot read are left to oneDNN."""
+"""The skinny and the blocked GEMM agree with float64, and weights in a layout that C cannot read are left to oneDNN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.layers import skinny_gemm as module
 from workers.layers.linear import PackedWeight, can_pack
 from workers.layers.skinny_gemm import SkinnyGemm, SkinnyGemmWeight
 
-NUM_ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33]
+NUM_ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 100, 193]
 
 
 def native_gemm(dtype: torch.dtype) -> SkinnyGemm:
@@ -52,7 +52,7 @@ def gemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     native_gemm(torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", "-mno-amx-bf16", "-mno-amx-tile"))
-        patch.setattr(compiling, "SOURCES", ("skinny_gemm.c", "team.c"))
+        patch.setattr(compiling, "SOURCES", ("skinny_gemm.c", "blocked_gemm.c", "team.c"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         library = c_library.__wrapped__("bfloat16")
     if library is None:
@@ -101,6 +101,43 @@ def _assert_rounded(output: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
     slack = 1e-5 * exact.abs().max() + 1e-5
     assert bool(((output.double() - exact).abs() <= exact.abs() * rounding + slack).all())
+
+
+def test_many_rows_are_multiplied_by_c_where_vectors_multiply_bfloat16_and_there_are_no_tiles(
+    gemm: SkinnyGemm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(module, "PackedWeight", Blocks)
+    packed = gemm.make_weight(torch.randn(64, 64).to(dtype), None)
+    by_onednn: list[int] = []
+    assert isinstance(packed, SkinnyGemmWeight)
+    packed._packed.multiply = lambda x: by_onednn.append(len(x)) or x  # type: ignore[func-returns-value,method-assign]
+    has_tiles = "without AMX" not in request.node.callspec.params["gemm"] and torch.cpu._is_amx_tile_supported()
+    is_blocked = dtype is torch.bfloat16 and not has_tiles
+    for num_rows in (gemm.max_rows, gemm.max_rows + 1, 1000):
+        packed.multiply(torch.randn(num_rows, 64).to(dtype))
+    assert by_onednn == ([] if is_blocked else [gemm.max_rows + 1, 1000])
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_products_by_c_depend_neither_on_other_rows_nor_on_the_number_of_threads(
+    gemm: SkinnyGemm, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PackedWeight", Blocks)
+    if not gemm._blocked_width:
+        pytest.skip("oneDNN multiplies many rows here")
+    torch.manual_seed(0)
+    packed = gemm.make_weight(torch.randn(1280, 96).to(dtype), None)
+    x = torch.randn(400, 96).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            torch.set_num_threads(1)
+            one_by_one = torch.cat([packed.multiply(row[None]) for row in x])
+            torch.set_num_threads(threads)
+            for num_rows in (9, 40, 400):  # with many threads, fewer rows are divided otherwise
+                assert torch.equal(packed.multiply(x[:num_rows]), one_by_one[:num_rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_weight_in_another_layout_is_left_to_onednn(
