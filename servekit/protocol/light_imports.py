@@ -274,7 +274,10 @@ class _TraceRules:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(f"{COMPILER}.trace_rules"), name)
+        module: Any = sys.modules[COMPILER]
+        if isinstance(module, _PostponedModule):
+            module.import_now()
+        return getattr(module.trace_rules, name)
 
 
 # The modules that are imported when something of them is used, each with what stands in until then.
