@@ -84,7 +84,7 @@ def _processor(machine: Machine, config: ServeConfig) -> Check:
     runs_on_cpu = not _gpu_is_used(machine, config)
     found = f"{processor.name} ({processor.architecture}): {instructions or 'no wide instructions that kernels use'}"
     if runs_on_cpu and worker is not None and worker.torch.multiplies_bfloat16 and config.dtype == "auto":
-        if worker.model is not None and worker.model.cpu_dtype == "bfloat16":
+        if machine.model is not None and machine.model.cpu_dtype == "bfloat16":
             found += "; --dtype auto is the checkpoint's bfloat16; float32 is exact, and takes about twice as long"
         else:
             found += "; --dtype bfloat16 is about twice as fast as float32, and less exact"

@@ -68,6 +68,7 @@ def test_nothing_is_said_against_a_good_machine(machine: Machine) -> None:
     assert not [check for check in examine(machine, ServeConfig()) if check.remedy]
 
 
+IN_BFLOAT16 = with_torch(replace(GOOD, model=replace(MODEL, cpu_dtype="bfloat16")), multiplies_bfloat16=True)
 FULL = Folder(path="/full", free_bytes=10)
 READ_ONLY = Folder(path="/ro", problem="Read-only file system")
 # A machine, the settings, the check's name and status, and words of what it finds or advises.
@@ -82,6 +83,7 @@ CASES: list[tuple[Machine, dict[str, Any], str, str, str]] = [
         "AVX2 or newer",
     ),
     (with_torch(GOOD, multiplies_bfloat16=True), {}, "processor", "ok", "--dtype bfloat16"),
+    (IN_BFLOAT16, {}, "processor", "ok", "--dtype auto is the checkpoint's bfloat16"),
     (replace(GOOD, cores=Cores(total=64, usable=1)), {}, "cores", "slow", "1 of 64"),
     (replace(GOOD, cores=Cores(total=8, usable=8, quota=1.5)), {}, "cores", "slow", "1.5"),
     (replace(GOOD, cores=Cores(total=8, usable=8, load=9.0)), {}, "other load", "slow", "9.0 processes on 8"),
