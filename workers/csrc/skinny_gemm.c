@@ -30,6 +30,7 @@ enum { LINE = 64 / sizeof(scalar), UNIT = 4 / sizeof(scalar) }; /* the scalars o
 /* The sums of GROUP rows stay in registers. More rows are multiplied a group at a time, while a strip is in the cache:
    it is read from memory once. From MIN_ROWS_FOR_TILES rows on, tiles are faster than vectors. */
 enum { GROUP = 14, MAX_ROWS_IN_TWO_CHAINS = 4, MAX_ROWS = 2 * TILE, MIN_ROWS_FOR_TILES = 3 };
+enum { MAX_ROWS_OF_PANELS = 6 }; /* that blocked_gemm multiplies in one pass */
 
 typedef uint32_t unit __attribute__((may_alias)); /* in bfloat16 two scalars, the first one in the lower half */
 
@@ -197,7 +198,9 @@ void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *r
                  int64_t num_rows, void *workspace) {
 #ifdef BFLOAT16
     const int is_blocked = ((const packed_weight *)weight)->block_width == blocked_gemm_block_width();
-    if (num_rows > MAX_ROWS || (is_blocked && has_panels_for_all(weight))) {
+    /* Panels are as fast as reading while their rows are one tile; a group of strips takes more rows in one pass. */
+    const int is_one_pass = num_rows > MAX_ROWS_OF_PANELS && num_rows <= GROUP;
+    if (num_rows > MAX_ROWS || (is_blocked && !is_one_pass && has_panels_for_all(weight))) {
         blocked_gemm(weight, x, residual, output, num_rows, workspace);
         return;
     }
