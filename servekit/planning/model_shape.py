@@ -172,6 +172,11 @@ class _Reader:
             raise ConfigError(f"config.json has no {name}; it is needed to compute the size of the model")
         return default
 
+    def numbers(self, name: str) -> frozenset[int]:
+        """The numbers in a list of the configuration; none if it has no such list."""
+        value = self._config.get(name)
+        return frozenset(each for each in value if isinstance(each, int)) if isinstance(value, list) else frozenset()
+
 
 class _Experts(Struct, frozen=True):
     """The parameters of a mixture of experts."""
@@ -189,7 +194,10 @@ class _Experts(Struct, frozen=True):
         if not num_experts:
             return _Experts()
         num_per_token = reader.number("num_experts_per_tok")
+        # DeepSeek's first layers have no experts. Qwen's have some in every n-th layer that is not listed as dense.
         num_dense = reader.number("first_k_dense_replace", 0)
+        step, without = max(1, reader.number("decoder_sparse_step", 1)), reader.numbers("mlp_only_layers")
+        num_dense += sum((layer + 1) % step != 0 or layer in without for layer in range(num_dense, num_layers))
         one = 3 * hidden * reader.number("moe_intermediate_size", intermediate)
         shared = 3 * hidden * reader.number("shared_expert_intermediate_size", 0)
         shared += one * reader.number("n_shared_experts", 0)

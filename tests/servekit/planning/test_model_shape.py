@@ -94,6 +94,12 @@ def test_a_token_of_a_mixture_uses_a_part_of_it() -> None:
     assert read_shape(DEEPSEEK_V3).num_active_parameters / 1e9 == pytest.approx(37, rel=0.02)
 
 
+def test_layers_that_are_listed_as_dense_have_no_experts() -> None:
+    fields = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    every, two = read_shape({**LLAMA_8B, **fields}), read_shape({**LLAMA_8B, **fields, "mlp_only_layers": [0, 5]})
+    assert two.num_expert_parameters == every.num_expert_parameters * 30 // 32
+
+
 def test_falcon_has_one_head_for_keys_only_in_its_first_form() -> None:
     falcon = {
         "model_type": "falcon",
