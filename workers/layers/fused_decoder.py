@@ -343,6 +343,7 @@ def fuse_layers(
     if not can_fuse_all:
         return None
     full_name = name if parent is model else f"model.{name}"
+    del of_stage  # each layer is freed as soon as it is replaced
     fused = FusedDecoder(decoder, params, ops, method, make_cpu_decoder, group, stage, lora, make_experts, full_name)
     setattr(parent, name, fused)
     return fused if parent is model else whole
