@@ -18,11 +18,16 @@ static float dot_product(const scalar *x, const float *weight, int64_t size) {
 static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 /* Choose the num_chosen experts of one token that the router scores highest, and their shares of its result. The scores
-   are overwritten. */
+   are overwritten. If some of them are NaN or infinite, the shares are NaN. The experts are different ones still: no
+   expert may get more rows than there are tokens. */
 static void choose_experts(const experts *experts, float *scores, int32_t *chosen, float *shares) {
     float highest = scores[0], total = 0.0f;
     for (int64_t e = 1; e < experts->num_experts; e++) highest = scores[e] > highest ? scores[e] : highest;
-    for (int64_t e = 0; e < experts->num_experts; e++) total += scores[e] = expf(scores[e] - highest);
+    for (int64_t e = 0; e < experts->num_experts; e++) {
+        const float power = expf(scores[e] - highest);
+        total += power;
+        scores[e] = power >= 0.0f ? power : 0.0f; /* NaN is not less than -1, and would be chosen again */
+    }
     float total_chosen = 0.0f;
     for (int64_t i = 0; i < experts->num_chosen; i++) {
         int64_t best = 0;
@@ -32,7 +37,7 @@ static void choose_experts(const experts *experts, float *scores, int32_t *chose
         total_chosen += scores[best];
         scores[best] = -1.0f; /* chosen: less than all others */
     }
-    const float whole = experts->normalizes ? total_chosen : total;
+    const float whole = experts->normalizes && !isnan(total) ? total_chosen : total;
     for (int64_t i = 0; i < experts->num_chosen; i++) shares[i] /= whole;
 }
 

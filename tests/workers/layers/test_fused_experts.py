@@ -66,3 +66,28 @@ def test_an_expert_of_more_tokens_than_c_multiplies_at_once(tmp_path: Path) -> N
     assert fused._in_c.has_small_groups(num_tokens), "this is not computed in C"
     torch.testing.assert_close(fused.add(inputs, x.clone()), expected_of(mlp, inputs, x), rtol=1e-5, atol=1e-5)
     assert fused.add(inputs[:0], x[:0]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])  # with shares of the chosen experts, and of all
+def test_what_is_not_finite_spoils_its_own_token_only(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    fused, _ = experts_of(name, tmp_path, dtype, in_c=True)
+    inputs, x = torch.randn(12, 64).to(dtype), torch.randn(12, 64).to(dtype)
+    expected = fused.add(inputs, x.clone())
+    spoiled = torch.arange(12) % 3 != 1
+    for value in (torch.nan, torch.inf):
+        broken = inputs.clone()
+        broken[spoiled] = value
+        output = fused.add(broken, x.clone())
+        assert bool(output[spoiled].isnan().all())
+        torch.testing.assert_close(output[~spoiled], expected[~spoiled])
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_a_token_without_scores_has_as_many_different_experts_as_any_other(normalizes: bool, tmp_path: Path) -> None:
+    fused, _ = experts_of("qwen3_moe", tmp_path, torch.float32, in_c=True)
+    assert fused._in_c is not None
+    fused._in_c.struct.normalizes = normalizes
+    fused._router[2] = torch.nan  # so all tokens have the sum of scores that is NaN
+    output = fused.add(torch.randn(3, 64), torch.randn(3, 64))
+    assert bool(output.isnan().all())
