@@ -48,7 +48,7 @@ static inline floats multiply_add(floats sum, const scalar *values, packed value
 /* Store weights, which are not negative; with AVX512-BF16 in one instruction, where `store` takes several. */
 static inline void store_weights(packed *to, floats weights) {
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
-    *(__m256bh *)to = _mm512_cvtneps_pbh((__m512)weights);
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)weights));
 #else
     store((scalar *)to, weights);
 #endif
