@@ -11,7 +11,10 @@
 
    What is gained is the time in which oneDNN waits for memory. This code prefetches: while one strip of outputs is
    multiplied, the cache lines of another strip are requested; during a thread's last strip, those of its first strip of
-   the weight that is multiplied next. Sums are float32, and rounded once. */
+   the weight that is multiplied next. Sums are float32, and rounded once.
+
+   No sum depends on the number of threads. In bfloat16 without tiles, none depends on the number of rows either: whatever
+   is multiplied here or by blocked_gemm.c is added up in the order of the inputs. */
 
 #include "kernels.h"
 #include "strips.h"
@@ -88,12 +91,12 @@ static inline __attribute__((always_inline)) void add_unit(floats *sums, const s
 
 /* sums [num_rows, STRIP] = x W' for one strip of outputs. num_rows is a constant wherever this is inlined, so that the
    sums stay in registers. `stride` is from one unit of inputs to the next, in scalars. The lines at `next` are dense. */
-static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, const int num_rows, const scalar *x,
+static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, const int num_rows,
+                                                                   const int has_two_chains, const scalar *x,
                                                                    const scalar *weights, int64_t stride,
                                                                    const scalar *next, int64_t num_inputs) {
-    /* Two chains of sums while registers last, because each sum waits for the one before it. No pointer selects the
-       chain, and every loop over rows is unrolled: otherwise compilers keep the sums in memory. */
-    const int has_two_chains = num_rows <= MAX_ROWS_IN_TWO_CHAINS;
+    /* has_two_chains is another constant. No pointer selects the chain, and every loop over rows is unrolled: otherwise
+       compilers keep the sums in memory. */
     floats even[GROUP][2], odd[GROUP][2];
     memset(even, 0, sizeof even);
     memset(odd, 0, sizeof odd);
@@ -113,13 +116,25 @@ static inline __attribute__((always_inline)) void strip_by_vectors(float *sums, 
             *(floats *)(sums + r * STRIP + half * LANES) = even[r][half] + odd[r][half];
 }
 
-#define STRIP_OF(num_rows) \
-    case num_rows: strip_by_vectors(sums, num_rows, x, weights, stride, next, num_inputs); break;
+/* Whether few rows have two chains of sums, while registers last, because each sum waits for the one before it. Not in
+   bfloat16 without tiles: blocked_gemm has one, and multiplies by the same weight when there are other numbers of rows or
+   of threads. */
+static inline int have_two_chains(int64_t num_rows) {
+#ifdef BFLOAT16
+    if (!has_tiles) return 0;
+#endif
+    return num_rows <= MAX_ROWS_IN_TWO_CHAINS;
+}
+
+#define STRIP_OF(num_rows, chains) \
+    case num_rows: strip_by_vectors(sums, num_rows, chains == 2, x, weights, stride, next, num_inputs); break;
 
 static void strip_of_group(float *sums, int64_t num_rows, const scalar *x, const scalar *weights, int64_t stride,
                            const scalar *next, int64_t num_inputs) {
-    switch (num_rows) { STRIP_OF(1) STRIP_OF(2) STRIP_OF(3) STRIP_OF(4) STRIP_OF(5) STRIP_OF(6) STRIP_OF(7) STRIP_OF(8)
-                       STRIP_OF(9) STRIP_OF(10) STRIP_OF(11) STRIP_OF(12) STRIP_OF(13) STRIP_OF(14) }
+    if (have_two_chains(num_rows)) switch (num_rows) { STRIP_OF(1, 2) STRIP_OF(2, 2) STRIP_OF(3, 2) STRIP_OF(4, 2) }
+    else switch (num_rows) { STRIP_OF(1, 1) STRIP_OF(2, 1) STRIP_OF(3, 1) STRIP_OF(4, 1) STRIP_OF(5, 1) STRIP_OF(6, 1)
+                            STRIP_OF(7, 1) STRIP_OF(8, 1) STRIP_OF(9, 1) STRIP_OF(10, 1) STRIP_OF(11, 1)
+                            STRIP_OF(12, 1) STRIP_OF(13, 1) STRIP_OF(14, 1) }
 }
 
 static void strip_of_rows_by_vectors(float *sums, int64_t num_rows, const scalar *x, const scalar *weights,
@@ -194,19 +209,8 @@ static void multiply_strips_of_thread(const packed_weight *packed, const scalar 
     if (by_tiles) _tile_release();
 }
 
-void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
-                 int64_t num_rows, void *workspace) {
-#ifdef BFLOAT16
-    const int is_blocked = ((const packed_weight *)weight)->block_width == blocked_gemm_block_width();
-    /* Panels are as fast as reading while their rows are one tile; a group of strips takes more rows in one pass. */
-    const int is_one_pass = num_rows > MAX_ROWS_OF_PANELS && num_rows <= GROUP;
-    if (num_rows > MAX_ROWS || (is_blocked && !is_one_pass && has_panels_for_all(weight))) {
-        blocked_gemm(weight, x, residual, output, num_rows, workspace);
-        return;
-    }
-#else
-    (void)workspace;
-#endif
+static void multiply_strips(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                            int64_t num_rows) {
     const int64_t began_ns = begin_region();
 #pragma omp parallel
     {
@@ -214,6 +218,27 @@ void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *r
         end_work();
     }
     if (is_even(weight)) end_region(began_ns);
+}
+
+void skinny_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                 int64_t num_rows, void *workspace) {
+#ifdef BFLOAT16
+    const int is_blocked = ((const packed_weight *)weight)->block_width == blocked_gemm_block_width();
+    /* Panels are as fast as reading while their rows are one tile; a group of strips takes more rows in one pass. */
+    const int is_one_pass = num_rows > MAX_ROWS_OF_PANELS && num_rows <= GROUP;
+    if (is_blocked && (num_rows > MAX_ROWS || (!is_one_pass && has_panels_for_all(weight)))) {
+        blocked_gemm(weight, x, residual, output, num_rows, workspace);
+        return;
+    }
+#else
+    (void)workspace;
+#endif
+    for (; num_rows > MAX_ROWS; num_rows -= MAX_ROWS) {
+        multiply_strips(weight, x, residual, output, MAX_ROWS);
+        x += MAX_ROWS * weight->num_inputs, output += MAX_ROWS * weight->num_outputs;
+        if (residual) residual += MAX_ROWS * weight->num_outputs;
+    }
+    multiply_strips(weight, x, residual, output, num_rows);
 }
 
 #else

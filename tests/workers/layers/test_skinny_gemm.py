@@ -95,6 +95,24 @@ def test_products_are_those_of_float64_rounded_once(
             _assert_rounded(packed.multiply_add(x, to), exact + to.double(), dtype)
 
 
+def test_c_multiplies_more_rows_than_are_left_to_it(
+    gemm: SkinnyGemm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Narrow(Blocks):
+        width = 32
+
+    torch.manual_seed(0)
+    x, to = torch.randn(100, 64).to(dtype), torch.randn(100, 70).to(dtype)
+    for layout in (Blocks, Narrow):  # the blocked GEMM cannot read the second one
+        monkeypatch.setattr(module, "PackedWeight", layout)
+        weight = torch.randn(70, 64).to(dtype)
+        packed = gemm.make_weight(weight, None)
+        assert isinstance(packed, SkinnyGemmWeight)
+        exact = x.double() @ weight.double().T
+        _assert_rounded(packed.multiply_by_c(x, None), exact, dtype)
+        _assert_rounded(packed.multiply_by_c(x, to), exact + to.double(), dtype)
+
+
 def _assert_rounded(output: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     """Check for rounding to nearest: half a unit of the last of eight bits is 2^-8; float32 sums add a little."""
     assert output.dtype is dtype and output.shape == exact.shape
@@ -118,24 +136,26 @@ def test_many_rows_are_multiplied_by_c_where_vectors_multiply_bfloat16_and_there
     assert by_onednn == ([] if is_blocked else [gemm.max_rows + 1, 1000])
 
 
-@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("num_outputs", [24, 40, 200, 1280])  # 1280: panels for up to five threads
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_products_by_c_depend_neither_on_other_rows_nor_on_the_number_of_threads(
-    gemm: SkinnyGemm, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    gemm: SkinnyGemm, dtype: torch.dtype, threads: int, num_outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PackedWeight", Blocks)
     if not gemm._blocked_width:
         pytest.skip("oneDNN multiplies many rows here")
     torch.manual_seed(0)
-    packed = gemm.make_weight(torch.randn(1280, 96).to(dtype), None)
+    packed = gemm.make_weight(torch.randn(num_outputs, 96).to(dtype), torch.randn(num_outputs).to(dtype))
     x = torch.randn(400, 96).to(dtype)
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
             torch.set_num_threads(1)
-            one_by_one = torch.cat([packed.multiply(row[None]) for row in x])
+            to = -packed.multiply(x)  # what is left then are the last bits of the sums
+            one_by_one = torch.cat([packed.multiply_add(x[row : row + 1], to[row : row + 1]) for row in range(400)])
             torch.set_num_threads(threads)
-            for num_rows in (9, 40, 400):  # with many threads, fewer rows are divided otherwise
-                assert torch.equal(packed.multiply(x[:num_rows]), one_by_one[:num_rows])
+            for num_rows in (*range(1, 34), 40, 400):  # with many threads, fewer rows are divided otherwise
+                assert torch.equal(packed.multiply_add(x[:num_rows], to[:num_rows]), one_by_one[:num_rows]), num_rows
     finally:
         torch.set_num_threads(before)
 
