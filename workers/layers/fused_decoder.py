@@ -178,7 +178,8 @@ class FusedDecoder(nn.Module):
         assert family is not None
         self._rotary_has_halves = family.rotary_has_halves
         # Granite computes x + m * attention(x). Everything that reads x norms it, so that x / m gives the same with
-        # epsilon / m^2: layers compute x / m + attention(x / m), without a multiplication. A tap multiplies by m.
+        # epsilon / m^2: layers compute x / m + attention(x / m), without a multiplication. A tap multiplies by m. So do
+        # stages before they send x, because the next one may have transformers' own layers.
         self.residual_multiplier = multiplier = family.residual_multiplier_of(decoder.layers[first])
         self.embedding_factor = getattr(decoder, "embedding_multiplier", 1.0) / multiplier
         self.last_norm: Norm | None = None  # a later stage has it
@@ -239,6 +240,8 @@ class FusedDecoder(nn.Module):
         """Return the hidden states [num_tokens, hidden_size] of embedded tokens, which may be overwritten."""
         if self._stage is not None and not self._stage.is_first:
             x = self._stage.receive(x)
+            if self.residual_multiplier != 1.0:
+                x = x / self.residual_multiplier
         # With few tokens, leaving some out of the last layer saves nothing, so logits_indices is not used here.
         tap = self.tap
         adapters = None if self._lora is None else self._lora.step
@@ -272,6 +275,8 @@ class FusedDecoder(nn.Module):
     def _output(self, x: Tensor) -> Tensor:
         if self.last_norm is None:
             assert self._stage is not None
+            if self.residual_multiplier != 1.0:
+                x = x * self.residual_multiplier
             self._stage.send_on(x)
             return x
         return self._ops.norm(x, *self.last_norm)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from servekit.errors import ConfigError
@@ -16,6 +19,7 @@ from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import FusedDecoder, can_fuse
 from workers.layers.layer_families import FAMILIES
 from workers.loading.model_manager import ModelManager
+from workers.parallel.pipeline_stage import PipelineStage
 
 FUSED = [
     *("llama", "mistral_sliding", "qwen2", "qwen3", "phi3", "phi3_partly_rotated", "granite", "granite_scaled"),
@@ -59,6 +63,28 @@ def test_fused_layers_agree_with_transformers_up_to_rounding(name: str, dtype: s
     make_model(tmp_path, *ARCHITECTURES[name], seed=1)
     loaded = ModelManager("cpu").load(tmp_path, dtype, None)
     assert InProcessEngine(loaded).runner.self_check() < (1e-5 if dtype == "float32" else 0.05)
+
+
+def test_stages_of_fused_layers_exchange_what_those_of_transformers_do(tmp_path: Path) -> None:
+    """Granite's layers are fused with smaller hidden states. A stage that cannot fuse its layers must not get those."""
+    sent: deque[Tensor] = deque()
+
+    class OneProcess(PipelineStage):
+        def send_on(self, hidden_states: Tensor) -> None:
+            sent.append(hidden_states.clone())
+
+        def receive(self, like: Tensor) -> Tensor:
+            return sent.popleft().view_as(like)
+
+    make_model(tmp_path, *ARCHITECTURES["granite_scaled"])
+    for index in range(2):
+        ranks: Any = SimpleNamespace(group=None, stage=OneProcess(index, 1, 2), minimum=lambda value: value)
+        loaded = ModelManager("cpu").load(tmp_path, "float32", None, ranks=ranks)
+        assert isinstance(loaded.decoder, FusedDecoder)
+        assert InProcessEngine(loaded, pipeline_parallel_size=2).runner.self_check() < 1e-5
+    whole = ModelManager("cpu").load(tmp_path, "float32", None)
+    torch.testing.assert_close(loaded.sample.logits, whole.sample.logits)
+    assert not sent
 
 
 def test_a_wrong_layer_is_refused_by_the_self_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long  # thousands of messages between processes, which 
 RANKS = {
     (2, 1): ["llama", "llama_wide", "qwen3_wide", "mixtral", "starcoder2", "w4a16_asymmetric", "w8a16"],
     (3, 1): ["llama", "gemma2", "w8a16_asymmetric"],
-    (1, 2): ["qwen3", "w4a16"],  # these are fused as they are not divided in ranks
+    (1, 2): ["qwen3", "w4a16", "granite_scaled"],  # these are fused as they are not divided in ranks
     (1, 3): ["llama"],
     (2, 2): ["llama_wide", "qwen3_wide", "gemma2", "mixtral", "w4a16"],
 }
@@ -95,7 +95,9 @@ def test_ranks_compute_what_one_process_computes(sizes: tuple[int, int], served:
             assert rank.num_preemptions > 0
             assert rank.num_cached_tokens > 0
             assert rank.distance < 1e-3
-            can_fuse = name.startswith(("llama", "qwen3", "w4", "w8")) and (sizes[0] == 1 or name.endswith("_wide"))
+            can_fuse = name.startswith(("llama", "qwen3", "w4", "w8", "granite")) and (
+                sizes[0] == 1 or name.endswith("_wide")
+            )
             assert (rank.decoder == "FusedDecoder") == can_fuse
 
 
