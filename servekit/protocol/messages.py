@@ -185,7 +185,8 @@ class WorkerReady(Struct, frozen=True, tag="worker_ready"):
             return (
                 f"it computes in {self.dtype:.100} on {self.device:.100}, and other workers in {other.dtype:.100} on "
                 f"{other.device:.100}, which gives other tokens; start the server with the same --dtype for all "
-                "devices, as in --dtype float32 (auto is float32 on a CPU and the checkpoint's type on a GPU)"
+                "devices, as in --dtype float32 (auto is the checkpoint's type on a GPU, and on a CPU it depends on "
+                "the processor)"
             )
         return None
 

@@ -152,7 +152,7 @@ class ModelManager:
         log.info("loading %s from %s", architecture, path)
         if notice := notice_of(config, architecture):
             log.warning("%s", notice)
-        load_dtype = self._resolve_dtype(dtype, config, is_quantized=weight_format is not None)
+        load_dtype = self._resolve_dtype(dtype, config, weight_format is not None, ranks)
         remedy = "choose a smaller model, a dtype of fewer bytes (--dtype), or a device with more memory"
         with loading_errors_named(architecture), allocation_refused_as("the model's weights", self.device, remedy):
             if load_format == "dummy":
@@ -221,7 +221,9 @@ class ModelManager:
         quantize_weights(model, weight_format, progress)
         return model, num_weight_bytes(model)
 
-    def _resolve_dtype(self, dtype: str, config: PreTrainedConfig, is_quantized: bool) -> str | torch.dtype:
+    def _resolve_dtype(
+        self, dtype: str, config: PreTrainedConfig, is_quantized: bool, ranks: Ranks | None
+    ) -> str | torch.dtype:
         if dtype != "auto":
             resolved: torch.dtype = getattr(torch, dtype)
             return resolved
@@ -232,6 +234,8 @@ class ModelManager:
         stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
         chosen = cpu_dtype(stored, getattr(config, CONFIG_KEY, None))
         is_bfloat16 = chosen == "bfloat16" and can_pack(torch.bfloat16)
+        if ranks is not None:  # they may be on machines with different processors, and exchange numbers of one type
+            is_bfloat16 = bool(ranks.minimum(int(is_bfloat16)))
         if is_bfloat16 and not is_quantized:
             log.info("computing in bfloat16, as the files are; --dtype float32 is exact, and takes about twice as long")
             return torch.bfloat16

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol import cpu_dtype
 from tests.support.tiny_models import ARCHITECTURES, make_model
 from workers.layers.linear import can_pack
+from workers.loading.model_config import read_config
 from workers.loading.model_manager import ModelManager
 
 
@@ -36,6 +39,18 @@ def test_bfloat16_is_computed_where_the_processor_multiplies_it(
 def test_float32_is_computed_where_it_does_not(stored_in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_dtype, "multiplies_bfloat16", lambda: False)
     assert ModelManager("cpu").load(stored_in_bfloat16, "auto", None).dtype is torch.float32
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this build of torch packs no bfloat16")
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_ranks_compute_in_bfloat16_only_if_all_of_them_can(
+    multiplies: bool, others: int, stored_in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_dtype, "multiplies_bfloat16", lambda: multiplies)
+    ranks: Any = SimpleNamespace(minimum=lambda value: min(value, others))
+    dtype = ModelManager("cpu")._resolve_dtype("auto", read_config(stored_in_bfloat16), False, ranks)
+    assert dtype is (torch.bfloat16 if multiplies and others else torch.float32)
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
