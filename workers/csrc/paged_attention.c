@@ -216,18 +216,25 @@ static inline void prefetch(const void *line) { __builtin_prefetch(line, 0, 1); 
 /* Scores of `num_rows` queries against one tile of keys.
 
    num_rows is a constant wherever this is inlined, so that the sums stay in registers. `prefetches` is another
-   constant: a prompt chunk reads the same keys many times and mostly finds them in a cache, so it does not prefetch. */
+   constant: a prompt chunk reads the same keys many times and mostly finds them in a cache, so it does not prefetch.
+
+   A decode step has two chains of sums, because each sum waits for the one before it. A prompt chunk has one, as
+   score_strip has: how many tiles a strip has depends on where the chunk ends, and the scores must not. */
 static inline __attribute__((always_inline)) void score_tile(floats *scores, const int num_rows, const int prefetches,
                                                              const uint8_t *tile, const uint8_t *next_tile,
                                                              const packed *queries, int64_t num_packed) {
     const scalar *keys = (const scalar *)tile, *next_keys = (const scalar *)next_tile;
-    floats even[MAX_ROWS], odd[MAX_ROWS]; /* two chains of sums, because each sum waits for the one before it */
+    floats even[MAX_ROWS], odd[MAX_ROWS];
     for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
+    if (!prefetches) {
+        for (int64_t p = 0; p < num_packed; p++, keys += LANES * PACK)
+            for (int r = 0; r < num_rows; r++) even[r] = multiply_add(even[r], keys, queries[r * num_packed + p]);
+        for (int r = 0; r < num_rows; r++) scores[r] = even[r];
+        return;
+    }
     for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK, next_keys += 2 * LANES * PACK) {
-        if (prefetches) {
-            prefetch(next_keys);
-            prefetch(next_keys + LANES * PACK);
-        }
+        prefetch(next_keys);
+        prefetch(next_keys + LANES * PACK);
         for (int r = 0; r < num_rows; r++) even[r] = multiply_add(even[r], keys, queries[r * num_packed + p]);
         for (int r = 0; r < num_rows; r++)
             odd[r] = multiply_add(odd[r], keys + LANES * PACK, queries[r * num_packed + p + 1]);

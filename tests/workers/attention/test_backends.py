@@ -262,3 +262,17 @@ def test_a_layers_parameters_may_change(backend: Backend) -> None:
     case.assert_right()
     case.params = replace(case.params, window=7)
     case.assert_right()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_gives_the_same_bits_however_it_is_cut_into_chunks(dtype: torch.dtype) -> None:
+    class Whole(Case):
+        STEPS = ((100, 133, 64, 81, 17),)
+
+    class InChunks(Case):
+        STEPS = ((17, 75, 33, 64, 17), (50, 110, 64, 81, 17), (100, 133, 64, 81, 17))  # of more than 16 tokens
+
+    cases = [kind((make_attention("cpu", dtype), dtype), num_groups=4) for kind in (Whole, InChunks)]
+    whole, in_chunks = (case.run(case.attend) for case in cases)
+    for expected, found in zip(whole, in_chunks, strict=True):
+        assert torch.equal(found, expected)
