@@ -39,7 +39,9 @@ def make_continuation(
         return None
     embedding, weight, rotation = decoder.embed_tokens, head.prepared, decoder.rotary_emb
     is_plain = type(embedding) is nn.Embedding and decoder.embedding_factor == 1.0
-    is_known = is_plain and len(decoder.rotary.kinds) == 1 and getattr(rotation, "rope_type", None) in FIXED_ROTATIONS
+    kind = getattr(rotation, "rope_type", None)  # of Gemma 3 and OLMo 3, a dict with one for each kind of layers
+    is_fixed = isinstance(kind, str) and kind in FIXED_ROTATIONS
+    is_known = is_plain and len(decoder.rotary.kinds) == 1 and is_fixed
     if not is_known or not isinstance(weight, CpuWeight) or weight.max_rows < MAX_CONTINUED_TOKENS:
         return None
     head_dim = 2 * len(rotation.inv_freq)

@@ -132,7 +132,15 @@ def test_ids_beyond_its_embedding_are_read_as_the_last_one_and_none_beyond_the_c
     assert drafts_after(3) == [0] * len(by_token[3])
 
 
-@pytest.mark.parametrize(("name", "changes"), [("llama", {"rope_parameters": DYNAMIC}), ("gpt2", {}), ("gemma2", {})])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}),
+        ("gpt2", {}),
+        ("gemma2", {}),
+        ("olmo3", {"layer_types": ["full_attention"] * 3}),  # its rotation has a type for each kind of layers
+    ],
+)
 def test_other_models_make_their_drafts_one_call_after_the_other(
     name: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
