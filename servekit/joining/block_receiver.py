@@ -41,9 +41,12 @@ MAX_ASKED = 2  # batches: so a peer prepares the next one while this agent keeps
 MAX_QUEUED = 16  # fetches from one peer; the server asks for four at a time
 CONNECT_TIMEOUT_S = 5.0  # to connect and to authenticate
 STALL_TIMEOUT_S = 3.0  # for one batch of blocks
-FETCH_TIMEOUT_S = 10.0  # for all blocks of a sequence
+# For all blocks of a sequence, from the server's request on, so that it has an answer within its own 30 s.
+FETCH_TIMEOUT_S = 10.0
 NETWORK_ERRORS = (OSError, EOFError, ValueError, msgspec.DecodeError)
 IDLE_TIMEOUT_S = 300.0  # after which the connection to a peer that is not asked is closed
+
+_Queue = queue.Queue[tuple[FetchBlocks, float] | None]  # requests, and when each must be answered; None: the end
 
 
 class BlockReceiver:
@@ -63,7 +66,7 @@ class BlockReceiver:
         self._tls = tls
         self._on_fetched = on_fetched
         self._lock = threading.Lock()  # of the rings, and of all that follows
-        self._queues: dict[str, queue.Queue[FetchBlocks | None]] = {}  # by the address of the peer
+        self._queues: dict[str, _Queue] = {}  # by the address of the peer
         self._connections: dict[str, TransferSocket] = {}
         self._is_closed = False
 
@@ -72,12 +75,12 @@ class BlockReceiver:
         with self._lock:
             waiting = None if self._is_closed else self._queues.get(request.address)
             if waiting is None and len(self._queues) < MAX_PEERS and not self._is_closed:
-                waiting = self._queues[request.address] = queue.Queue(MAX_QUEUED)
+                waiting = self._queues[request.address] = _Queue(MAX_QUEUED)
                 name = f"fetches from {request.address}"
                 threading.Thread(target=self._run, args=(request.address, waiting), name=name, daemon=True).start()
             if waiting is not None:
                 with contextlib.suppress(queue.Full):
-                    waiting.put_nowait(request)
+                    waiting.put_nowait((request, time.monotonic() + FETCH_TIMEOUT_S))
                     return
         self._on_fetched(BlocksFetched(request.number))
 
@@ -94,14 +97,15 @@ class BlockReceiver:
 
     # -- in the thread of a peer --------------------------------------------------------------------------------------
 
-    def _run(self, address: str, waiting: queue.Queue[FetchBlocks | None]) -> None:
+    def _run(self, address: str, waiting: _Queue) -> None:
         try:
-            while (request := self._next(address, waiting)) is not None:
-                self._answer(address, request, waiting)
+            while (next_one := self._next(address, waiting)) is not None:
+                request, ends_s = next_one
+                self._answer(address, request, ends_s, waiting)
         finally:
             self._disconnect(address)
 
-    def _next(self, address: str, waiting: queue.Queue[FetchBlocks | None]) -> FetchBlocks | None:
+    def _next(self, address: str, waiting: _Queue) -> tuple[FetchBlocks, float] | None:
         """Return the next request of a peer; None if there is none for a while, or after `close`."""
         try:
             request = waiting.get(timeout=IDLE_TIMEOUT_S)
@@ -115,11 +119,11 @@ class BlockReceiver:
                 return None
         return request
 
-    def _answer(self, address: str, request: FetchBlocks, waiting: queue.Queue[FetchBlocks | None]) -> None:
+    def _answer(self, address: str, request: FetchBlocks, ends_s: float, waiting: _Queue) -> None:
         """Fetch blocks, and report those that came. After a failure, what waits is reported as failed, too."""
         fetched: list[Key] = []
         try:
-            self._fetch(address, request.keys, fetched)
+            self._fetch(address, request.keys, fetched, ends_s)
         except Exception as error:
             self._disconnect(address)
             is_expected = isinstance(error, (*NETWORK_ERRORS, ServekitError))  # another one is a bug in servekit
@@ -127,16 +131,15 @@ class BlockReceiver:
             log.warning("KV blocks of %s did not come: %s", address, what, exc_info=None if is_expected else error)
             with contextlib.suppress(queue.Empty):
                 while (other := waiting.get_nowait()) is not None:
-                    self._on_fetched(BlocksFetched(other.number))
+                    self._on_fetched(BlocksFetched(other[0].number))
                 waiting.put_nowait(None)
         self._on_fetched(BlocksFetched(request.number, tuple(fetched)))
 
-    def _fetch(self, address: str, wanted: Sequence[Key], fetched: list[Key]) -> None:
+    def _fetch(self, address: str, wanted: Sequence[Key], fetched: list[Key], ends_s: float) -> None:
         """Append the keys of blocks that are there to `fetched`, up to the first one that is missing.
 
         Raises OSError, EOFError, ValueError or ServekitError when the connection cannot be used any more.
         """
-        ends_s = time.monotonic() + FETCH_TIMEOUT_S
         num_at_once = min(num_keys_at_once(self._layouts), *(ring.max_append for ring in self._rings))
         batches = deque(wanted[first : first + num_at_once] for first in range(0, len(wanted), num_at_once))
         asked: deque[tuple[Sequence[Key], list[Key]]] = deque()  # (keys of a batch, those of them that are to come)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from servekit.routing.block_fetches import BlockFetches, Fetch
+from servekit.routing.block_fetches import MAX_FETCHES, BlockFetches, Fetch
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 
@@ -100,6 +100,8 @@ def _has_room(manager: WorkloadManager, sequence: Sequence, coming: list[Fetch])
     """Whether a sequence will probably start at once: there is a slot, and blocks up to its predicted end."""
     if not manager.has_work and not coming:
         return True
+    if len(coming) >= MAX_FETCHES:
+        return False
     if manager.num_running + manager.num_waiting + len(coming) >= manager.config.max_num_seqs:
         return False
     num_blocks = manager.kv_cache.num_blocks_at_end(sequence, 0) + sum(fetch.num_blocks for fetch in coming)

@@ -235,9 +235,9 @@ async def test_without_replicas_of_one_kind_the_other_kind_does_everything() -> 
     await fleet.supervisor.stop(graceful=False)
 
 
-def far_fleet() -> tuple[Fleet, list[Any]]:
+def far_fleet(num_blocks: int = 64) -> tuple[Fleet, list[Any]]:
     """A prefill and a decode replica, whose workers joined on machines of their own; and their executors."""
-    fleet = Fleet(64, 64, prefill_replicas=1)
+    fleet = Fleet(num_blocks, num_blocks, prefill_replicas=1)
     for replica in fleet.replicas.all:
         replica.placement = None
         replica.executor.ready = replace(READY, transfer_addresses=(f"tcp://10.0.0.{replica.index}:8101",))
@@ -259,6 +259,21 @@ async def test_a_sequence_moves_to_another_machine_when_its_blocks_have_come() -
     assert decode.core.manager.kv_connector.num_keys == len(request.keys)
     fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys))
     assert fleet.ids() == [[], [0]], "a repeated answer changes nothing"
+    await fleet.supervisor.stop(graceful=False)
+
+
+async def test_no_more_fetches_begin_than_an_agent_may_have_and_the_next_one_begins_when_one_has_ended() -> None:
+    fleet, executors = far_fleet(512)
+    prefill, decode = fleet.replicas.all
+    for _ in range(7):
+        fleet.add(length=9, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    fleet.supervisor.hand_over(prefill.core)
+    assert len(executors[1].requests) == block_fetches.MAX_FETCHES
+    first = executors[1].requests[0]
+    fleet.replicas.fetched(decode, BlocksFetched(first.number, first.keys))
+    fleet.supervisor.hand_over(prefill.core)
+    assert len(executors[1].requests) == block_fetches.MAX_FETCHES + 1
     await fleet.supervisor.stop(graceful=False)
 
 

@@ -263,6 +263,26 @@ def test_a_peer_that_sends_byte_after_byte_is_given_up(monkeypatch: pytest.Monke
             assert pair.fetch(*KEYS[:60], port=port) == ()
 
 
+@again_if_late
+def test_the_time_of_a_fetch_begins_with_its_request_and_not_when_those_before_it_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the server would have given it up long before."""
+    monkeypatch.setattr(block_receiver, "FETCH_TIMEOUT_S", 1.5)
+
+    def delay(data: bytes, before: int) -> bytes:
+        time.sleep(0.3 if before > 700 else 0.0)
+        return data
+
+    with pairing() as pair, proxy(pair.sender.port, delay) as port:
+        pair.source.append(*KEYS[:12])
+        with within(3.0):
+            for key in KEYS[:12]:
+                pair.begin(key, port=port)
+            answers = {each.number: each.keys for each in (pair.answers.get(timeout=ENOUGH_S) for _ in range(12))}
+        assert answers[12] == ()
+
+
 def test_a_peer_that_is_not_there_is_a_failed_transfer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.routing.block_fetches import BlockFetches
+from servekit.routing.block_fetches import MAX_FETCHES, BlockFetches
 from servekit.routing.hand_over import HandOver, can_move, find_hand_overs
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.kv_connector import ReplicaRole
@@ -189,6 +189,20 @@ def test_a_sequence_whose_blocks_are_on_the_way_is_not_chosen_again_and_its_room
     assert list(find_hand_overs(prefill.manager, targets, fetches)) == [], "nor a slot"
     (second,) = find_hand_overs(prefill.manager, {0: make_decode()}, fetches)
     assert {first.sequence_id, second.sequence_id} == {0, 1}
+
+
+def test_of_many_sequences_that_are_ready_at_once_only_a_few_are_fetched_at_a_time() -> None:
+    prefill, fetches = Prefill(max_num_seqs=10, num_blocks=200, max_num_batched_tokens=200), BlockFetches()
+    for sequence_id in range(MAX_FETCHES + 3):
+        prefill.add(sequence_id)
+    prefill.step()
+    prefill.step()
+    targets = {0: make_decode(max_num_seqs=10, num_blocks=200)}
+    begun = []
+    for hand_over in find_hand_overs(prefill.manager, targets, fetches):
+        begin(fetches, hand_over)
+        begun.append(hand_over.sequence_id)
+    assert begun == list(range(MAX_FETCHES))
 
 
 def test_a_fork_waits_for_the_blocks_of_its_leader() -> None:
