@@ -22,6 +22,9 @@ CLOSE_TIMEOUT_S = 1.0  # to send the last frames, and to end TLS
 # If a peer acknowledges nothing for this long, the peer or the network is lost. Without a limit, the kernel sends again
 # for a quarter of an hour.
 TCP_USER_TIMEOUT_S = 15.0
+# Where nothing is sent for long, nothing is left unacknowledged either: a rank that waits for the others sends no
+# heartbeat before it loads. So the kernel asks, by default after two hours.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # s, s, questions; not all platforms have them
 
 
 class SocketStream:
@@ -124,3 +127,6 @@ def limit_silence(connected: socket.socket | None) -> None:
         with contextlib.suppress(OSError):  # some kernels and sandboxes lack them; heartbeats detect losses, too
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TCP_USER_TIMEOUT_S * 1e3))
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
