@@ -37,10 +37,11 @@ class Ranks:
         size = tensor_parallel_size * pipeline_parallel_size
         timeout = timedelta(seconds=timeout_s)
         remote = TcpRendezvous(rendezvous) if rendezvous.startswith("tcp://") else None
-        # The ranks of one machine need no other interface, and the name of the machine may not resolve.
-        interface = "lo" if remote is None else remote.interface()
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        missing = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
+        if missing:  # otherwise the operator has named it, perhaps because it cannot be found
+            # The ranks of one machine need no other interface, and the name of the machine may not resolve.
+            interface = "lo" if remote is None else remote.interface()
+            os.environ.update(dict.fromkeys(missing, interface))
         meeting: dict[str, Any] = {"init_method": f"file://{rendezvous}"}
         if remote is not None:
             meeting = {"store": remote.open_store(rank, timeout_s)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -69,16 +70,24 @@ def test_an_interface_that_is_not_found_is_to_be_named(monkeypatch: pytest.Monke
         TcpRendezvous(f"tcp://127.0.0.1:1/{NAME}").interface()
 
 
-def test_two_ranks_add_up_through_a_store() -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_two_ranks_add_up_through_a_store(is_named: bool) -> None:
+    """Also where no interface is found, if the operator names it."""
     program = (
         "import sys, torch\n"
+        "from workers.parallel import rendezvous\n"
+        f"rendezvous._addresses = (lambda _: set()) if {is_named} else rendezvous._addresses\n"
         "from workers.parallel.ranks import Ranks\n"
         "rank = int(sys.argv[1])\n"
         "ranks = Ranks(rank, 2, 1, sys.argv[2], torch.device('cpu'), 60.0)\n"
         "assert ranks.group.total(rank + 1) == 3\n"
     )
     where = f"tcp://127.0.0.1:{free_port()}/{NAME}"
-    processes = [subprocess.Popen([sys.executable, "-c", program, str(rank), where]) for rank in (1, 0)]
+    named = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if is_named else {}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank), where], env={**os.environ, **named})
+        for rank in (1, 0)
+    ]
     try:
         assert [process.wait(120) for process in processes] == [0, 0]
     finally:
