@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 
 from msgspec import Struct
@@ -31,4 +32,16 @@ def parse_transfer_address(text: str | None) -> TcpAddress:
             "or 10.0.0.7:8101"
         ) from None
     assert isinstance(address, TcpAddress)
+    if _is_unspecified(address.host):
+        raise ConfigError(
+            f"--transfer-address = {text!r} is every address of this machine, and other workers connect to one of "
+            "them; name one that they can reach, as in 10.0.0.7:8101"
+        )
     return address
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False

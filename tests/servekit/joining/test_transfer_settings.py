@@ -23,6 +23,12 @@ def test_an_address_is_a_host_with_or_without_a_port(text: str | None, expected:
     assert parse_transfer_address(text) == expected
 
 
+@pytest.mark.parametrize("text", ["0.0.0.0", "0.0.0.0:8101", "[::]", "[::]:8101"])  # noqa: S104
+def test_an_address_that_others_cannot_connect_to_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--transfer-address = .* is every address of this machine.*name one"):
+        parse_transfer_address(text)
+
+
 @pytest.mark.parametrize("text", ["", ":8101", "10.0.0.7:", "10.0.0.7:70000", "fd00::7", "tcp://10.0.0.7:8101"])
 def test_others_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--transfer-address"):
