@@ -54,7 +54,7 @@ def find_hand_overs(
             for target_id, manager in targets.items()
             if sequence.max_length <= manager.config.max_total_tokens
         }
-        target_id = _choose(sequence, fitting, fetches)
+        target_id = _choose(sequence, keys, fitting, fetches)
         if target_id is not None:
             yield HandOver(sequence.sequence_id, target_id, tuple(keys))
         elif fitting:
@@ -78,7 +78,9 @@ def can_move(source: WorkloadManager, sequence_id: int, target: WorkloadManager)
     return num_full_blocks(source, sequence) - num_there <= MAX_RECOMPUTED_BLOCKS
 
 
-def _choose(sequence: Sequence, targets: Mapping[int, WorkloadManager], fetches: BlockFetches) -> int | None:
+def _choose(
+    sequence: Sequence, keys: list[bytes], targets: Mapping[int, WorkloadManager], fetches: BlockFetches
+) -> int | None:
     """Return the least loaded replica that has room for a sequence; None if there is none.
 
     The replica of its leader comes first: forks share the blocks of the prompt.
@@ -91,18 +93,32 @@ def _choose(sequence: Sequence, targets: Mapping[int, WorkloadManager], fetches:
             -manager.kv_cache.pool.num_available,
         )
         for target_id, manager in targets.items()
-        if _has_room(manager, sequence, fetches.to(target_id))
+        if _has_room(manager, sequence, keys, fetches.to(target_id))
     }
     return min(loads, key=loads.__getitem__) if loads else None
 
 
-def _has_room(manager: WorkloadManager, sequence: Sequence, coming: list[Fetch]) -> bool:
-    """Whether a sequence will probably start at once: there is a slot, and blocks up to its predicted end."""
+def _has_room(manager: WorkloadManager, sequence: Sequence, keys: list[bytes], coming: list[Fetch]) -> bool:
+    """Whether a sequence will probably start at once: there is a slot, and blocks up to its predicted end.
+
+    Blocks that are fetched must also fit into memory beside those on the way: later ones overwrite the oldest.
+    """
     if not manager.has_work and not coming:
         return True
-    if len(coming) >= MAX_FETCHES:
+    if len(coming) >= MAX_FETCHES or not _have_room_in_memory(manager, keys, coming):
         return False
     if manager.num_running + manager.num_waiting + len(coming) >= manager.config.max_num_seqs:
         return False
     num_blocks = manager.kv_cache.num_blocks_at_end(sequence, 0) + sum(fetch.num_blocks for fetch in coming)
     return num_blocks <= manager.kv_cache.pool.num_available - manager.num_waiting_blocks
+
+
+def _have_room_in_memory(manager: WorkloadManager, keys: list[bytes], coming: list[Fetch]) -> bool:
+    """Whether blocks that are fetched would overwrite none of those on the way. Without these, they may try."""
+    num_blocks = (
+        manager.config.num_transfer_blocks
+    )  # its two memories, for what it sends and fetches, are equally large
+    if not coming or not num_blocks:
+        return True
+    num_missing = len(keys) - manager.kv_cache.prefixes.num_known(keys)
+    return sum(len(fetch.keys) for fetch in coming) + num_missing <= num_blocks

@@ -205,6 +205,23 @@ def test_of_many_sequences_that_are_ready_at_once_only_a_few_are_fetched_at_a_ti
     assert begun == list(range(MAX_FETCHES))
 
 
+def test_blocks_are_fetched_at_the_same_time_only_if_the_memory_holds_all_of_them() -> None:
+    prefill, fetches = Prefill(), BlockFetches()
+    prefill.add(0)
+    prefill.add(1)
+    for _ in range(3):
+        prefill.step()
+    first = next(find_hand_overs(prefill.manager, {0: make_decode(num_transfer_blocks=3)}, fetches))
+    assert len(first.keys) == 4, "alone it may begin, and what comes is computed no second time"
+    begin(fetches, first)
+    assert not list(find_hand_overs(prefill.manager, {0: make_decode(num_transfer_blocks=7)}, fetches))
+    (second,) = find_hand_overs(prefill.manager, {0: make_decode(num_transfer_blocks=8)}, fetches)
+    assert len(second.keys) == 4
+    target = make_decode(num_transfer_blocks=7)
+    target.kv_connector.announce(second.keys[:1])
+    assert list(find_hand_overs(prefill.manager, {0: target}, fetches)) == [second], "one of them is there already"
+
+
 def test_a_fork_waits_for_the_blocks_of_its_leader() -> None:
     prefill, fetches = Prefill(), BlockFetches()
     prefill.add(0)
