@@ -17,6 +17,7 @@ from servekit.errors import ConfigError
 from servekit.joining.address import TcpAddress
 from servekit.joining.block_receiver import BlockReceiver
 from servekit.joining.block_sender import BlockSender
+from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_settings import TransferSettings
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.kv_transfer import transfer_key
@@ -47,6 +48,7 @@ class BlockExchange:
         self._num_ranks = 1 if load.local_rank is not None else load.num_ranks  # on this machine, of this agent
         self._sender: BlockSender | None = None
         self._receiver: BlockReceiver | None = None
+        self._warn = TransferLog().warning
         self.fds: tuple[int, ...] = ()  # those of the outbox, one for each rank, and then those of the inbox
         fds: list[int] = []
         try:
@@ -91,7 +93,8 @@ class BlockExchange:
 
     def fetch(self, request: FetchBlocks) -> None:
         """Begin to fetch blocks. Does not wait."""
-        if self._receiver is None:  # the worker is not ready
+        if self._receiver is None:
+            self._warn(f"KV blocks are not fetched from {request.address}: this worker is not ready")
             self._on_fetched(BlocksFetched(request.number))
         else:
             self._receiver.fetch(request)

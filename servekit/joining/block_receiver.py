@@ -21,6 +21,7 @@ from servekit import __version__
 from servekit.errors import ServekitError
 from servekit.joining.address import TcpAddress, parse_address
 from servekit.joining.socket_stream import limit_silence
+from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_socket import TransferSocket
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.handshake import NONCE_BYTES, Offer, WorkerHandshake
@@ -65,6 +66,7 @@ class BlockReceiver:
         self._key = key
         self._tls = tls
         self._on_fetched = on_fetched
+        self._warn = TransferLog().warning
         self._lock = threading.Lock()  # of the rings, and of all that follows
         self._queues: dict[str, _Queue] = {}  # by the address of the peer
         self._connections: dict[str, TransferSocket] = {}
@@ -82,6 +84,10 @@ class BlockReceiver:
                 with contextlib.suppress(queue.Full):
                     waiting.put_nowait((request, time.monotonic() + FETCH_TIMEOUT_S))
                     return
+            is_closed = self._is_closed
+        if not is_closed:
+            limit = f"{MAX_PEERS} other workers are asked already" if waiting is None else f"{MAX_QUEUED} fetches wait"
+            self._warn(f"KV blocks are not fetched from {request.address}: {limit}, which is the limit", "limit")
         self._on_fetched(BlocksFetched(request.number))
 
     def close(self) -> None:
@@ -157,6 +163,12 @@ class BlockReceiver:
                 is_whole = num_here == len(keys)
             if not is_whole:
                 batches.clear()  # the blocks after one that is missing are of no use
+        if not is_whole:
+            self._warn(
+                f"{address} has {len(fetched)} of the {len(wanted)} KV blocks that it was asked for; later ones have "
+                "overwritten the next one, or it was damaged",
+                "missing",
+            )
 
     def _ask(self, address: str, keys: Sequence[Key], ends_s: float) -> list[Key]:
         """Ask for those of the blocks that are not here in all ranks, and return their keys."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import socket
 import ssl
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 
 from servekit.joining.socket_stream import limit_silence
+from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_socket import TransferSocket
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.handshake import NONCE_BYTES, HandshakeFailed, ServerHandshake
@@ -27,14 +27,11 @@ from servekit.protocol.kv_transfer import (
 )
 from servekit.protocol.messages import Key
 
-log = logging.getLogger("servekit.worker")
-
 MAX_CONNECTIONS = 64  # each has a thread
 ACCEPT_INTERVAL_S = 0.02
 HANDSHAKE_TIMEOUT_S = 10.0  # TLS included
 SEND_TIMEOUT_S = 10.0  # of one answer: a peer that does not read is disconnected
 IDLE_TIMEOUT_S = 600.0  # without a request; the peer connects again when it needs a block
-LOG_INTERVAL_S = 1.0
 BACKLOG = 16
 
 
@@ -53,7 +50,7 @@ class BlockSender:
         self._lock = threading.Lock()  # of all that follows
         self._connections: dict[TransferSocket, bool] = {}  # the oldest first: whether each is authenticated
         self._is_closed = False
-        self._logged_s = -LOG_INTERVAL_S
+        self._warn = TransferLog().warning
         threading.Thread(target=self._accept, name="accepts transfers", daemon=True).start()
 
     @property
@@ -181,13 +178,3 @@ class BlockSender:
             right_ones = blocks if are_right.all() else blocks[are_right]  # of megabytes, each copy takes milliseconds
             parts.append(np.ascontiguousarray(right_ones[:, : ring.block_bytes]).data.cast("B"))
         return tuple(key for key, is_right in zip(keys, are_right.tolist(), strict=True) if is_right), parts
-
-    def _warn(self, message: str) -> None:
-        """Log a line about a connection, at most one in a second: anyone may cause them."""
-        now_s = time.monotonic()
-        with self._lock:
-            is_due = now_s >= self._logged_s + LOG_INTERVAL_S
-            if is_due:
-                self._logged_s = now_s
-        if is_due:
-            log.warning("%s", message)

@@ -358,3 +358,21 @@ async def test_a_replica_whose_blocks_others_cannot_reach_decodes_itself() -> No
     fleet.supervisor.hand_over(prefill.core)
     assert not executors[1].requests and fleet.ids() == [[0], []]
     await fleet.supervisor.stop(graceful=False)
+
+
+async def test_a_worker_with_another_number_of_agents_is_not_asked_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet, executors = far_fleet()
+    prefill = fleet.replicas.all[0]
+    executors[0].ready = replace(READY, transfer_addresses=("tcp://10.0.0.1:8101", "tcp://10.0.0.2:8101"))
+    fleet.add(length=21, max_tokens=9)
+    compute_first_tokens(fleet, 0)
+    for _ in range(3):
+        fleet.supervisor.hand_over(prefill.core)
+    assert not executors[1].requests and fleet.replicas.fetches.num_failed == 0
+    assert caplog.text.count("replica 1 can take over no sequence from replica 0") == 1
+    executors[1].ready = executors[0].ready
+    fleet.supervisor.hand_over(prefill.core)
+    assert executors[1].requests
+    await fleet.supervisor.stop(graceful=False)

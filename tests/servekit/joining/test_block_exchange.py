@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from servekit.errors import ConfigError
-from servekit.joining import block_receiver, block_sender
+from servekit.joining import block_receiver, block_sender, transfer_log
 from servekit.joining.block_exchange import BlockExchange
 from servekit.joining.block_receiver import BlockReceiver
 from servekit.joining.block_sender import BlockSender
@@ -190,10 +190,11 @@ def test_blocks_come_through_tls(certificate: tuple[str, str]) -> None:
         assert pair.fetch(*KEYS[100:101]) == (), "who expects no TLS gets nothing"
 
 
-def test_blocks_after_one_that_is_missing_or_damaged_are_of_no_use() -> None:
+def test_blocks_after_one_that_is_missing_or_damaged_are_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
     with pairing() as pair:
         pair.source.append(*KEYS[:5], *KEYS[6:10])
         assert pair.fetch(*KEYS[:10]) == KEYS[:5]
+        assert f"{pair.address()} has 5 of the 10 KV blocks" in caplog.text
         pair.source.rings[1].rows[7, 5] ^= 1  # one rank's part is damaged
         assert pair.fetch(*KEYS[6:10]) == KEYS[6:10], "it has come before"
         pair.source.append(*KEYS[10:15])
@@ -345,7 +346,7 @@ def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_peers_than_there_may_be_and_more_requests_than_may_wait_are_failed_transfers(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(block_receiver, "MAX_PEERS", 1)
     monkeypatch.setattr(block_receiver, "MAX_QUEUED", 1)
@@ -359,6 +360,11 @@ def test_more_peers_than_there_may_be_and_more_requests_than_may_wait_are_failed
         refused = [pair.answers.get(timeout=ENOUGH_S) for _ in range(5)]
         assert sorted(each.number for each in refused) == [3, 4, 5, 6, 7]
         assert not any(each.keys for each in refused)
+        lines = [line for line in caplog.messages if "are not fetched" in line]
+        assert "1 fetches wait, which is the limit" in lines[0] and len(lines) < 5, "one line for those of one second"
+        monkeypatch.setattr(transfer_log, "LOG_INTERVAL_S", 0.0)
+        pair.begin(KEYS[9])
+        assert "1 other workers are asked already" in caplog.text
         connected.close()
 
 
@@ -387,7 +393,7 @@ def lay_out(load: LoadModel) -> None:
             BlockRing(fd, BLOCK_BYTES[rank], LAYOUTS[rank], is_writer=True)
 
 
-def test_a_worker_gets_an_outbox_and_an_inbox_and_both_are_given_back() -> None:
+def test_a_worker_gets_an_outbox_and_an_inbox_and_both_are_given_back(caplog: pytest.LogCaptureFixture) -> None:
     answers: list[BlocksFetched] = []
     exchange = BlockExchange(LOAD, KEY, TransferSettings("127.0.0.1"), None, answers.append)
     load = exchange.apply(LOAD)
@@ -395,7 +401,7 @@ def test_a_worker_gets_an_outbox_and_an_inbox_and_both_are_given_back() -> None:
     assert [os.fstat(fd).st_size for fd in fds] == [2**21] * 4
     assert (load.kv_transfer_own, load.kv_transfer_inbox) == (0, 1)
     exchange.fetch(FetchBlocks(5, "tcp://127.0.0.1:1", KEYS[:1]))
-    assert answers == [BlocksFetched(5)], "the worker is not ready"
+    assert answers == [BlocksFetched(5)] and "this worker is not ready" in caplog.text
     lay_out(load)
     address = exchange.open()
     assert address.startswith("tcp://127.0.0.1:")
