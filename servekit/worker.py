@@ -39,6 +39,7 @@ USAGE = (
 
 MASTER_PORT = 29500  # as torchrun's
 MAX_RANKS = 1024  # of one worker
+MAX_PORT = 65535
 
 # With ranks: one device for each, or the first one of as many.
 DEVICE = re.compile(r"auto|cuda|cpu(,cpu)*|cuda:\d+(,cuda:\d+)*")
@@ -186,6 +187,12 @@ def join(arguments: argparse.Namespace) -> int:
     if arguments.tls_ca is not None and isinstance(address, UnixAddress):
         raise ConfigError("--tls-ca has no use with a Unix socket, whose bytes do not leave this machine; leave it out")
     transfer_address = parse_transfer_address(arguments.transfer_address)
+    ranks = node_of_ranks(arguments)
+    if ranks is not None and transfer_address.port + ranks.num_local_ranks - 1 > MAX_PORT:
+        raise ConfigError(
+            f"--transfer-address = {arguments.transfer_address!r} has the port of the first of {ranks.num_local_ranks} "
+            f"ranks, the others have the next ones, and the last port is {MAX_PORT}; use a lower one"
+        )
     certificate, private_key = arguments.transfer_tls_cert, arguments.transfer_tls_key
     settings = AgentSettings(
         address=address,
@@ -201,7 +208,7 @@ def join(arguments: argparse.Namespace) -> int:
             server_tls(certificate, private_key, "--transfer-tls-cert", "--transfer-tls-key"),
         ),
         process_arguments=("--log-level", arguments.log_level, "--log-format", arguments.log_format),
-        node_of_ranks=node_of_ranks(arguments),
+        node_of_ranks=ranks,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_agent(settings))

@@ -72,12 +72,21 @@ class BlockExchange:
     def open(self) -> str:
         """Begin to transfer blocks, when the worker has laid out the memory. Returns the address for other agents.
 
-        Raises ConfigError if it cannot listen there.
+        Raises ConfigError if it cannot listen there, or cannot map the memory.
         """
-        rings = [
-            [BlockRing.attach(fd, is_writer) for fd in self.fds[box * self._num_ranks : (box + 1) * self._num_ranks]]
-            for box, is_writer in ((OUTBOX, False), (INBOX, True))
-        ]
+        try:
+            rings = [
+                [
+                    BlockRing.attach(fd, is_writer)
+                    for fd in self.fds[box * self._num_ranks : (box + 1) * self._num_ranks]
+                ]
+                for box, is_writer in ((OUTBOX, False), (INBOX, True))
+            ]
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the memory for handed-over KV blocks cannot be mapped: {_what(error)}; give this process more "
+                "memory, or lower --kv-transfer-memory-bytes of the server"
+            ) from None
         settings = self._settings
         try:
             address = settings.host, settings.port
@@ -85,7 +94,12 @@ class BlockExchange:
         except OSError as error:
             raise ConfigError(
                 f"cannot listen for transfers of KV blocks at {settings.host} port {settings.port}: "
-                f"{error.strerror or error}; name another address of this machine with --transfer-address"
+                f"{_what(error)}; name another address of this machine with --transfer-address"
+            ) from None
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no thread can be started that listens for transfers of KV blocks: {error}; raise the limit of "
+                "processes for this user or container"
             ) from None
         self._receiver = BlockReceiver(rings[INBOX], self._key, self._tls, self._on_fetched)
         address_of_others = str(TcpAddress(settings.host, self._sender.port))
@@ -108,3 +122,7 @@ class BlockExchange:
         fds, self.fds = self.fds, ()
         for fd in fds:
             os.close(fd)
+
+
+def _what(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -41,7 +41,7 @@ class BlockSender:
     def __init__(
         self, rings: Sequence[BlockRing], key: bytes, address: tuple[str, int], tls: ssl.SSLContext | None
     ) -> None:
-        """`rings` has one for each rank. Raises OSError if the address cannot be used."""
+        """`rings` has one for each rank. Raises OSError if the address cannot be used, or RuntimeError."""
         self._rings = {BlockLayout(ring.layout, ring.block_bytes): ring for ring in rings}
         self._key = key
         self._tls = tls
@@ -51,7 +51,11 @@ class BlockSender:
         self._connections: dict[TransferSocket, bool] = {}  # the oldest first: whether each is authenticated
         self._is_closed = False
         self._warn = TransferLog().warning
-        threading.Thread(target=self._accept, name="accepts transfers", daemon=True).start()
+        try:
+            threading.Thread(target=self._accept, name="accepts transfers", daemon=True).start()
+        except RuntimeError:  # there are as many as there may be
+            self._listener.close()
+            raise
 
     @property
     def port(self) -> int:

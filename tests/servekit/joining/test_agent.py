@@ -358,6 +358,10 @@ async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sent
         ((*ONE_OF_TWO, "--nproc-per-node", "0"), "--nnodes 2 times --nproc-per-node 0 is not accepted"),
         ((*ONE_OF_TWO, "--nproc-per-node", "3", "--device", "cpu,cpu"), "names 2 devices, and --nproc-per-node is 3"),
         (("--connect", "unix:/x", "--transfer-address", "a:b"), "is not an address of this machine"),
+        (
+            (*ONE_OF_TWO, "--nproc-per-node", "2", "--transfer-address", "a:65535"),
+            "has the port of the first of 2 ranks, the others have the next ones, and the last port is 65535",
+        ),
         (("--connect", "unix:/x", "--transfer-tls-cert", "x"), "--transfer-tls-cert and --transfer-tls-key belong"),
         (("--connect", "unix:/x", "--cpus", ""), "'' is not a list of cores; write it like 0-7,16-23"),
         (("--connect", "unix:/x", "--cpus", "9998-9999"), "names cores 9998-9999, which do not exist or which this"),

@@ -441,6 +441,36 @@ def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
     exchange.close()
 
 
+def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = BlockExchange(LOAD, KEY, TransferSettings("127.0.0.1"), None, lambda _: None)
+    with pytest.raises(ConfigError, match=r"cannot be mapped: no process has laid out the memory"):
+        exchange.open()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(BlockRing, "attach", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be mapped: Cannot allocate memory; .*--kv-transfer-memory-bytes"):
+        exchange.open()
+    exchange.close()
+
+
+def test_without_a_thread_that_listens_a_worker_is_refused_and_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    exchange = BlockExchange(LOAD, KEY, TransferSettings("127.0.0.1", port), None, lambda _: None)
+    lay_out(exchange.apply(LOAD))
+    monkeypatch.setattr(threading.Thread, "start", start_no_thread)
+    with pytest.raises(ConfigError, match=r"can't start new thread; raise the limit"):
+        exchange.open()
+    socket.create_server(("127.0.0.1", port)).close()
+    exchange.close()
+
+
+def start_no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_memory_that_cannot_be_reserved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
