@@ -77,18 +77,29 @@ class BlockReceiver:
         with self._lock:
             waiting = None if self._is_closed else self._queues.get(request.address)
             if waiting is None and len(self._queues) < MAX_PEERS and not self._is_closed:
-                waiting = self._queues[request.address] = _Queue(MAX_QUEUED)
-                name = f"fetches from {request.address}"
-                threading.Thread(target=self._run, args=(request.address, waiting), name=name, daemon=True).start()
+                waiting = self._begin(request.address)
             if waiting is not None:
                 with contextlib.suppress(queue.Full):
                     waiting.put_nowait((request, time.monotonic() + FETCH_TIMEOUT_S))
                     return
             is_closed = self._is_closed
         if not is_closed:
-            limit = f"{MAX_PEERS} other workers are asked already" if waiting is None else f"{MAX_QUEUED} fetches wait"
-            self._warn(f"KV blocks are not fetched from {request.address}: {limit}, which is the limit", "limit")
+            why = f"{MAX_QUEUED} fetches wait, which is the limit"
+            if waiting is None:
+                why = f"{MAX_PEERS} other workers are asked already, which is the limit, or no thread can be started"
+            self._warn(f"KV blocks are not fetched from {request.address}: {why}", "limit")
         self._on_fetched(BlocksFetched(request.number))
+
+    def _begin(self, address: str) -> _Queue | None:
+        """Start the thread of a peer, and return its queue; None if there are as many threads as there may be."""
+        waiting = _Queue(MAX_QUEUED)
+        name = f"fetches from {address}"
+        try:
+            threading.Thread(target=self._run, args=(address, waiting), name=name, daemon=True).start()
+        except RuntimeError:
+            return None
+        self._queues[address] = waiting
+        return waiting
 
     def close(self) -> None:
         """End all threads, whatever they wait for."""

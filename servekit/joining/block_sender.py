@@ -85,7 +85,12 @@ class BlockSender:
                     self._warn(f"a transfer could not be accepted: {error.strerror}")
                     time.sleep(ACCEPT_INTERVAL_S)
                 continue
-            threading.Thread(target=self._handle, args=(connected, peer[0]), name="sends blocks", daemon=True).start()
+            handler = threading.Thread(target=self._handle, args=(connected, peer[0]), name="sends blocks", daemon=True)
+            try:
+                handler.start()
+            except RuntimeError as error:  # there are as many threads as there may be
+                connected.close()
+                self._warn(f"{peer[0]} was refused, which asked for KV blocks: {error}", "threads")
             time.sleep(ACCEPT_INTERVAL_S)
 
     def _handle(self, connected: socket.socket, host: str) -> None:

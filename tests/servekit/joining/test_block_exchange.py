@@ -368,6 +368,20 @@ def test_more_peers_than_there_may_be_and_more_requests_than_may_wait_are_failed
         connected.close()
 
 
+def test_while_no_thread_can_be_started_transfers_fail_and_later_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pairing() as pair:
+        pair.source.append(*KEYS[:3])
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_no_thread)
+            assert pair.fetch(*KEYS[:3]) == () and "no thread can be started" in caplog.text
+            with socket.create_connection(("127.0.0.1", pair.sender.port), timeout=ENOUGH_S) as refused:
+                assert refused.recv(1) == b""
+            assert "127.0.0.1 was refused, which asked for KV blocks: can't start new thread" in caplog.text
+        assert pair.fetch(*KEYS[:3]) == KEYS[:3]
+
+
 def test_the_end_waits_for_no_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pairing() as pair:
         port = silent.getsockname()[1]
