@@ -140,7 +140,7 @@ class BlockReceiver:
         """Fetch blocks, and report those that came. After a failure, what waits is reported as failed, too."""
         fetched: list[Key] = []
         try:
-            self._fetch(address, request.keys, fetched, ends_s)
+            self._fetch_or_connect_again(address, request.keys, fetched, ends_s)
         except Exception as error:
             self._disconnect(address)
             is_expected = isinstance(error, (*NETWORK_ERRORS, ServekitError))  # another one is a bug in servekit
@@ -151,6 +151,21 @@ class BlockReceiver:
                     self._on_fetched(BlocksFetched(other[0].number))
                 waiting.put_nowait(None)
         self._on_fetched(BlocksFetched(request.number, tuple(fetched)))
+
+    def _fetch_or_connect_again(self, address: str, wanted: Sequence[Key], fetched: list[Key], ends_s: float) -> None:
+        """Fetch blocks, over another connection if the present one has ended: its peer may have started again.
+
+        One that says nothing is not asked again. Raises what `_fetch` raises.
+        """
+        is_reused = address in self._connections
+        try:
+            self._fetch(address, wanted, fetched, ends_s)
+        except (OSError, EOFError) as error:
+            if not is_reused or isinstance(error, TimeoutError) or self._is_closed:
+                raise
+            self._disconnect(address)
+            fetched.clear()  # these are here, and so are not asked for
+            self._fetch(address, wanted, fetched, ends_s)
 
     def _fetch(self, address: str, wanted: Sequence[Key], fetched: list[Key], ends_s: float) -> None:
         """Append the keys of blocks that are there to `fetched`, up to the first one that is missing.

@@ -284,6 +284,19 @@ def test_the_time_of_a_fetch_begins_with_its_request_and_not_when_those_before_i
         assert answers[12] == ()
 
 
+def test_a_peer_that_has_started_again_is_connected_to_again() -> None:
+    with pairing() as pair:
+        pair.source.append(*KEYS[:6])
+        assert pair.fetch(*KEYS[:2]) == KEYS[:2]
+        for known in (2, 4):
+            port = pair.sender.port
+            pair.sender.close()
+            pair.sender = BlockSender(pair.source.rings, KEY, ("127.0.0.1", port), None)
+            assert pair.fetch(*KEYS[: known + 2]) == KEYS[: known + 2]
+        pair.sender.close()
+        assert pair.fetch(*KEYS[:7], port=port) == (), "it has not"
+
+
 def test_a_peer_that_is_not_there_is_a_failed_transfer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
