@@ -61,6 +61,7 @@ class WorkerActor:
             self._pipes = pipes.pop_all()
         self.process: subprocess.Popen[str] | None = None
         self.last_line = ""  # that it wrote to standard error
+        self._is_leaving = False
 
     async def free_port(self, address: str) -> int:
         """Return a port of this node that nothing uses now. Raises OSError if there is none."""
@@ -74,6 +75,9 @@ class WorkerActor:
 
         Returns its exit code and its last line on standard error.
         """
+        if self._is_leaving:  # it was asked while this actor started
+            self._pipes.close()
+            return 0, "it was asked to leave before it was started"
         if share is not None:
             self._command += ["--nnodes", str(self._job.num_nodes), "--node-rank", str(share.node_rank)]
             self._command += ["--nproc-per-node", str(self._job.num_ranks // self._job.num_nodes)]
@@ -92,7 +96,8 @@ class WorkerActor:
         return await asyncio.to_thread(self._wait, self.process), self.last_line
 
     async def leave(self) -> None:
-        """Let the worker finish its steps and end; `run` returns then."""
+        """Let the worker finish its steps and end; `run` returns then, or at once if it has not begun."""
+        self._is_leaving = True
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 

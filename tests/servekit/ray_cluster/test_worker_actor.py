@@ -49,6 +49,13 @@ async def test_a_worker_runs_until_it_is_asked_to_leave_and_its_key_is_in_no_com
     assert code == 0 and "cannot join unix:/nowhere/workers.sock" in last_line
 
 
+async def test_a_worker_that_is_asked_to_leave_before_it_was_started_is_not_started() -> None:
+    actor = WorkerActor(JOB, "node")
+    await actor.leave()
+    code, last_line = await asyncio.wait_for(actor.run(), ENOUGH_S)
+    assert code == 0 and "asked to leave" in last_line and actor.process is None
+
+
 async def test_a_worker_that_cannot_serve_says_why() -> None:
     actor = WorkerActor(replace(JOB, key="short"), "node")
     code, last_line = await actor.run()
