@@ -26,6 +26,10 @@ class ModelNotDownloaded(ConfigError):
     """The model is named by an id of Hugging Face, and has not been downloaded to this machine."""
 
 
+class FileNotInRepository(ConfigError):
+    """The repository has no such file, or the cache has none and HF_HUB_OFFLINE forbids to look further."""
+
+
 def split_revision(model: str, revision: str | None) -> tuple[str, str | None]:
     """Return the id and the revision of `org/name@revision`. `revision` is the value of --revision.
 
@@ -96,13 +100,22 @@ def _download(model: str, revision: str | None, download: Callable[[], str], may
     except Exception as error:  # of the library, and of the HTTP client that it happens to use
         if not may_download:
             raise ModelNotDownloaded(f"model {model!r} is not a local directory, and has not been downloaded") from None
-        raise ConfigError(f"model {model!r} {_explain(model, revision, error)}") from None
+        kind = FileNotInRepository if _says_no_such_file(error) else ConfigError
+        raise kind(f"model {model!r} {_explain(model, revision, error)}") from None
 
 
 def _place() -> str:
     from huggingface_hub import constants
 
     return f"in the cache {constants.HF_HUB_CACHE}" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
+
+
+def _says_no_such_file(error: Exception) -> bool:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return bool(constants.HF_HUB_OFFLINE)  # otherwise the network has failed
+    return isinstance(error, errors.RemoteEntryNotFoundError)
 
 
 def _explain(model: str, revision: str | None, error: Exception) -> str:

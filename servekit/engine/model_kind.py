@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from servekit.config import DEMO_MODEL, ServeConfig
-from servekit.engine.hub import download_file, split_revision
+from servekit.engine.hub import FileNotInRepository, download_file, split_revision
 from servekit.errors import ConfigError
 from servekit.protocol.prediction import PredictorKind
 from servekit.simulation.model import is_simulated
@@ -43,9 +43,17 @@ def _kind_of_repository(config: ServeConfig) -> str:
     known = _KINDS.get(name)
     if known is not None:
         return known
-    files = {file: _download_json(config, file) for file in FILES}
+    files = dict[str, Any]()
+    is_known = True
+    for file in FILES:
+        try:
+            files[file] = _download_json(config, file)
+        except FileNotInRepository:
+            files[file] = None
+        except ConfigError:  # no network, or no such repository: loading the model reports it
+            files[file], is_known = None, False
     kind = kind_of(files)
-    if files["config.json"] is not None:  # otherwise the network may have failed
+    if is_known and files["config.json"] is not None:
         _KINDS[name] = kind
     return kind
 
@@ -86,8 +94,6 @@ def _read_json(file: Path) -> Any:
 
 
 def _download_json(config: ServeConfig, name: str) -> Any:
-    try:
-        repository, revision = split_revision(config.model, config.revision)
-        return _read_json(download_file(repository, name, revision))
-    except ConfigError:  # no network, no such repository, no such file: loading the model reports it
-        return None
+    """Return the decoded file. Raises FileNotInRepository, or another ConfigError."""
+    repository, revision = split_revision(config.model, config.revision)
+    return _read_json(download_file(repository, name, revision))

@@ -82,6 +82,30 @@ def test_a_model_is_downloaded_at_its_revision_without_pickles_and_code(hub: Stu
     assert (tmp_path / "hub" / "models--org--model").is_dir(), "HF_HOME names the folder of the cache"
 
 
+MISSING_FILE = """
+from servekit.engine.hub import download_file
+from servekit.errors import ConfigError
+
+for name in ("config.json", "modules.json"):
+    try:
+        print(download_file("org/model", name, None).read_text())
+    except ConfigError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_file_that_is_not_there_is_another_error_than_a_network_that_fails(hub: StubHub, tmp_path: Path) -> None:
+    def ask(endpoint: str, **variables: str) -> list[str]:
+        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), **variables}
+        command = [sys.executable, "-c", MISSING_FILE]
+        return subprocess.check_output(command, text=True, env=environment, timeout=60).split()
+
+    assert ask("http://127.0.0.1:9") == ["ConfigError", "ConfigError"]
+    assert ask(hub.url) == ["{}", "FileNotInRepository"]
+    assert ask("http://127.0.0.1:9", HF_HUB_OFFLINE="1") == ["{}", "FileNotInRepository"]
+    assert ask("http://127.0.0.1:9") == ["{}", "ConfigError"]
+
+
 def commit(revision: str) -> str:
     found = Repository({revision: {}}).commit_of(revision)
     assert found is not None

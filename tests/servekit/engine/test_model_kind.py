@@ -8,6 +8,7 @@ import pytest
 
 from servekit.config import ServeConfig
 from servekit.engine import model_kind
+from servekit.engine.hub import FileNotInRepository
 from servekit.engine.model_kind import choose_kind
 from servekit.errors import ConfigError
 
@@ -76,8 +77,10 @@ def test_files_of_a_repository_are_asked_for_until_they_are_known(
 
     def download(_: str, name: str, revision: str | None) -> Path:
         asked.append(name)
-        if not is_reachable or name != "config.json":
-            raise ConfigError("no network, or no such file")
+        if not is_reachable:
+            raise ConfigError("no network")
+        if name != "config.json":
+            raise FileNotInRepository("no such file")
         file = tmp_path / str(revision)
         file.write_text(json.dumps({"architectures": ["BertModel" if revision == "v2" else "LlamaForCausalLM"]}))
         return file
@@ -90,3 +93,25 @@ def test_files_of_a_repository_are_asked_for_until_they_are_known(
     for _ in range(3):
         assert (choose_kind(first), choose_kind(second)) == ("generate", "embed")
     assert len(asked) == 3 + 2 * 3
+
+
+def test_a_kind_is_kept_only_if_each_file_came_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a model that embeds would generate text for as long as the process runs."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "modules.json").write_text(json.dumps(TRANSFORMER))
+    fails_for: set[str] = {"modules.json"}
+
+    def download(_: str, name: str, revision: str | None) -> Path:
+        if name in fails_for:
+            raise ConfigError("could not be downloaded: the connection was reset")
+        if not (tmp_path / name).exists():
+            raise FileNotInRepository("no such file")
+        return tmp_path / name
+
+    monkeypatch.setattr(model_kind, "download_file", download)
+    monkeypatch.setattr(model_kind, "_KINDS", {})
+    assert choose_kind(ServeConfig(model="org/name")) == "generate"
+    fails_for.clear()
+    assert choose_kind(ServeConfig(model="org/name")) == "embed"
+    fails_for.add("modules.json")
+    assert choose_kind(ServeConfig(model="org/name")) == "embed", "it is known from now on"
