@@ -449,10 +449,7 @@ class ModelManager:
     def _remove(self, model: ManagedModel) -> None:
         """Unload a model that is no longer in the file, and then remove it."""
         model.is_removed = True
-        self._fail_waiting(
-            model,
-            ModelNotFound(f"The model {model.name!r} is no longer in the models file of this server.", param="model"),
-        )
+        self._fail_waiting(model, _removed(model))
         self.residency.clear_requested(model.name)
         self.residency.replace(ModelNeeds(model.name, model.spec.memory))
         self.residency.dismiss(model.name)
@@ -546,6 +543,8 @@ class ModelManager:
             if not isinstance(error, TimeoutError):
                 raise
             model.loads.refused()
+            if model.is_removed:  # at the same moment
+                raise _removed(model) from None
             raise self._too_long(model, self._file.max_load_wait_s) from None
         finally:
             if caller is not None:
@@ -758,6 +757,11 @@ def _names(file: ModelFile) -> Names:
 def _wait_headers(position: int, waited_s: float) -> Sequence[tuple[bytes, bytes]]:
     """Return headers that tell a client that its model had to be loaded: its place in the queue, and the time."""
     return ((b"x-model-position", b"%d" % position), (b"x-model-wait-ms", b"%d" % round(waited_s * 1e3)))
+
+
+def _removed(model: ManagedModel) -> ModelNotFound:
+    """Return the error for requests that wait for a model which is no longer in the file."""
+    return ModelNotFound(f"The model {model.name!r} is no longer in the models file of this server.", param="model")
 
 
 def _unavailable(model: ManagedModel, retry_after_s: int) -> WorkerNotReady:

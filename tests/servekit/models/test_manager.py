@@ -16,6 +16,7 @@ from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull, WorkerNotReady
+from servekit.models import manager as manager_module
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile, ModelSpec, parse_model_file
 from servekit.models.read_file import estimated_bytes, with_kinds
@@ -432,6 +433,39 @@ async def test_requests_that_wait_for_a_model_are_refused_when_the_server_drains
         manager.drain()
         with pytest.raises(WorkerNotReady, match="shutting down"):
             await asyncio.wait_for(waiting, 5)
+    finally:
+        await manager.stop()
+
+
+async def test_request_whose_time_ends_when_its_model_is_removed_is_told_that_there_is_no_such_model(
+    measuring: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = (
+        ESTIMATED
+        + "memory_bytes = 60\n"
+        + ESTIMATED.partition("100\n")[2].replace('"a"', '"b"')
+        + "memory_bytes = 60\n"
+    )
+    limits: list[asyncio.Timeout] = []
+
+    def limit(_: float) -> asyncio.Timeout:
+        limits.append(asyncio.timeout(None))
+        return limits[-1]
+
+    measuring.set()
+    manager = ModelManager(CONFIG, estimated(both))
+    try:
+        await manager.load_model("a")
+        use = await manager.find("a", LAW).wait_for_use(LAW)
+        monkeypatch.setattr(manager_module, "pause_tolerant_timeout", limit)
+        waiting = asyncio.create_task(manager.find("b", LAW).wait_for_use(LAW))
+        await asyncio.sleep(0.01)
+        assert manager.find("b", LAW).state == "waiting"
+        limits[0].reschedule(asyncio.get_running_loop().time())
+        asyncio.get_running_loop().call_soon(manager.replace_file, estimated(ESTIMATED + "memory_bytes = 60\n"))
+        with pytest.raises(ModelNotFound, match="is no longer in the models file"):
+            await asyncio.wait_for(waiting, 5)
+        use.release()
     finally:
         await manager.stop()
 
