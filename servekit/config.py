@@ -99,7 +99,8 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
             description="data type of weights and computation; auto is the checkpoint's type on a GPU; on a CPU it is "
-            "bfloat16 if the checkpoint's is and the processor multiplies it, and otherwise float32"
+            "bfloat16 if the checkpoint's is and the processor multiplies it, and otherwise float32 (exceptions: "
+            "docs/models.md)"
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
@@ -416,15 +417,16 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             ge=1,
             le=1024,
-            description="with --placement ray, most nodes that the ranks of each replica may be on, as many on "
-            "each; then they exchange tensors over the network, without encryption (docs/security.md)",
+            description="with --placement ray, maximum number of nodes for the ranks of one replica; each node gets "
+            "the same number of ranks. If it is above 1, ranks exchange tensors over the network without encryption "
+            "(docs/security.md)",
         ),
     ] = 1
     max_data_parallel_size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(
-            description="with --placement ray, most replicas: more than --data-parallel-size are placed while requests "
-            "would wait; by default as many as that"
+            description="with --placement ray, maximum number of replicas: more than --data-parallel-size are placed "
+            "while requests would wait; by default as many as that"
         ),
     ] = None
     scale_target_wait: Annotated[

@@ -30,7 +30,7 @@ from servekit.protocol.messages import FromWorker, ToWorker, WorkerFailed
 from servekit.protocol.quantization_job import QuantizationJob
 
 if TYPE_CHECKING:
-    from servekit.joining.agent import NodeOfRanks
+    from servekit.joining.agent import NodeRanks
 
 USAGE = (
     "usage: python -m servekit.worker --connect ADDRESS --key-file FILE [--device cuda:1], where ADDRESS and FILE are "
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--node", metavar="NAME", default="", help="what the server calls this machine (default: its host name)"
     )
     parser.add_argument(
-        "--nnodes", type=int, metavar="N", help="machines that share the ranks of one worker (default: 1)"
+        "--nnodes", type=int, metavar="N", help="machines (nodes) that share the ranks of one worker (default: 1)"
     )
     parser.add_argument("--node-rank", type=int, metavar="N", help="number of this machine among them, from 0")
     parser.add_argument(
@@ -214,10 +214,10 @@ def join(arguments: argparse.Namespace) -> int:
         return runner.run(run_agent(settings))
 
 
-def node_of_ranks(arguments: argparse.Namespace) -> NodeOfRanks | None:
+def node_of_ranks(arguments: argparse.Namespace) -> NodeRanks | None:
     """Return which of several machines this one is; None if a worker's ranks are all on one. Raises ConfigError."""
     from servekit.joining.address import TcpAddress, parse_address
-    from servekit.joining.agent import NodeOfRanks
+    from servekit.joining.agent import NodeRanks
 
     num_nodes, node_rank = arguments.nnodes, arguments.node_rank
     if num_nodes is None:
@@ -230,10 +230,17 @@ def node_of_ranks(arguments: argparse.Namespace) -> NodeOfRanks | None:
         return None
     num_devices = arguments.device.count(",") + 1
     num_local_ranks = num_devices if arguments.nproc_per_node is None else arguments.nproc_per_node
-    if num_nodes < 2 or num_local_ranks < 1 or num_nodes * num_local_ranks > MAX_RANKS:
+    if num_nodes < 2:
         raise ConfigError(
-            f"--nnodes {num_nodes} times --nproc-per-node {num_local_ranks} is not accepted: it takes 2 machines or "
-            f"more, and {MAX_RANKS} ranks at most; leave out --nnodes if all ranks are on this machine"
+            f"--nnodes {num_nodes} is not accepted: it takes 2 machines or more; leave it out if all ranks are on this "
+            "machine"
+        )
+    if num_local_ranks < 1:
+        raise ConfigError(f"--nproc-per-node {num_local_ranks} is not accepted: each machine has one rank or more")
+    if num_nodes * num_local_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"--nnodes {num_nodes} times --nproc-per-node {num_local_ranks} are {num_nodes * num_local_ranks} ranks; a "
+            f"worker has {MAX_RANKS} at most, so use fewer machines, or fewer ranks on each"
         )
     if num_devices not in (1, num_local_ranks):
         raise ConfigError(
@@ -249,7 +256,7 @@ def node_of_ranks(arguments: argparse.Namespace) -> NodeOfRanks | None:
     where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     rendezvous = parse_address(where, "--master-addr, --master-port")
     assert isinstance(rendezvous, TcpAddress)
-    return NodeOfRanks(num_nodes, node_rank, num_local_ranks, rendezvous)
+    return NodeRanks(num_nodes, node_rank, num_local_ranks, rendezvous)
 
 
 def quantize(job: str) -> int:

@@ -368,21 +368,21 @@ class Models(Service, Protocol):
     ) -> None:
         """Let an alias divide requests among models, from the next request on. Raises InvalidRequest.
 
-        Without `sticky`, requests stay at their models by what they did before, or by key. The model `mirror` gets
-        copies of so many percent of the requests.
+        `sticky` says which requests stay at one model: those of a key, or those of a conversation. Without it, the
+        alias keeps what it had, or uses the key. The model `mirror` gets copies of `mirror_percent` of the requests.
         """
 
     def remove_alias(self, alias: str) -> None:
         """Remove an alias that divides requests. Raises ModelNotFound or InvalidRequest."""
 
     def sticky(self) -> Mapping[str, Literal["key", "conversation"]]:
-        """By what requests stay at their model, by alias."""
+        """Return, for each alias, whether a key or a conversation decides at which model its requests stay."""
 
     def divided(self) -> Mapping[str, Mapping[str, float]]:
-        """The weights of each model, by alias."""
+        """Return the weights of the models of each alias."""
 
     def mirrored(self) -> Mapping[str, Mapping[str, float]]:
-        """The model that gets copies and the percentage of requests that are copied, by alias."""
+        """Return, for each alias, the model that gets copies, and the percentage of requests that are copied."""
 
     # For copies of requests, whose answers are thrown away.
 

@@ -78,11 +78,11 @@ class OneModel(ABC):
         """Do nothing: the model stays loaded."""
 
     async def load_model(self, model_id: str) -> Self:
-        """Refuse."""
+        """Raise InvalidRequest: the one model is loaded at the start."""
         raise _has_one_model()
 
     def unload_model(self, model_id: str) -> Self:
-        """Refuse."""
+        """Raise InvalidRequest: the one model stays loaded."""
         raise _has_one_model()
 
     def divide(
@@ -93,11 +93,11 @@ class OneModel(ABC):
         mirror: str | None = None,
         mirror_percent: float = 100.0,
     ) -> None:
-        """Refuse."""
+        """Raise InvalidRequest: there are no models among which an alias could divide requests."""
         raise _has_one_model()
 
     def remove_alias(self, alias: str) -> None:
-        """Refuse."""
+        """Raise InvalidRequest: there are no aliases."""
         raise _has_one_model()
 
     def sticky(self) -> Mapping[str, Literal["key", "conversation"]]:
@@ -122,7 +122,7 @@ class OneModel(ABC):
         return None
 
     def note_mirrored(self, model_id: str, result: str) -> None:
-        """Never called: there are no copies."""
+        """Raise AssertionError: it is never called, because there are no copies."""
         raise AssertionError
 
 

@@ -243,7 +243,7 @@ class Replicas:
         """Let the agents of decode replicas fetch blocks from the source's. `fetched` moves the sequences."""
         now_s, addresses = asyncio.get_running_loop().time(), source.transfer_addresses
         for fetch in self.fetches.expire(now_s):
-            log.warning("%s; it stays there for now", _describe(fetch, "did not say in time whether it has the blocks"))
+            log.warning("%s", _describe(fetch, "did not report in time which of its KV blocks it has fetched"))
             self.on_failed_fetch(fetch.target_id)
         if not addresses:
             return
@@ -287,7 +287,8 @@ class Replicas:
             return
         if answer.keys != fetch.keys:
             self.on_failed_fetch(target.index)
-            log.warning("%s; it stays there for now", _describe(fetch, f"has {len(answer.keys)} of the blocks"))
+            what = f"has fetched {len(answer.keys)} of its {len(fetch.keys)} KV blocks; the agent's log says why"
+            log.warning("%s", _describe(fetch, what))
         if not target.is_ready:
             return
         keys = fetch.keys[: len(answer.keys)]
@@ -320,7 +321,10 @@ class Replicas:
 
 
 def _describe(fetch: Fetch, what: str) -> str:
-    return f"replica {fetch.target_id} {what} of sequence {fetch.sequence_id} from replica {fetch.source_id}"
+    return (
+        f"sequence {fetch.sequence_id} stays on replica {fetch.source_id} for now: the agent of replica "
+        f"{fetch.target_id} {what}"
+    )
 
 
 def _max_length(command: AddSequence) -> int:

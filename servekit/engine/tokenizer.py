@@ -27,7 +27,7 @@ _METASPACE = "▁"
 
 Result = TypeVar("Result")
 
-SHORT_TEXT = 2**9  # characters of one text that is encoded on the event loop; to change threads takes longer
+MAX_INLINE_CHARS = 2**9  # of one text that is encoded on the event loop; a change of threads would take longer
 LONG_TEXT = 2**15  # characters; texts of this length and more are encoded in threads of their own
 MAX_LONG_WAITING = 16  # long texts of one tenant; `check_queue` refuses more
 CLOSE_TIMEOUT_S = 1.0  # for threads to end; only a text of megabytes takes longer
@@ -91,7 +91,7 @@ class Tokenizer:
         Raises TooManyTokens for a text with more than `max_tokens`.
         """
         arguments = texts, add_special_tokens, max_tokens
-        if len(texts) == 1 and len(texts[0]) <= SHORT_TEXT and not self._is_closed:
+        if len(texts) == 1 and len(texts[0]) <= MAX_INLINE_CHARS and not self._is_closed:
             return self.encode_blocking(*arguments)
         return await self._in_thread(tenant, sum(map(len, texts)), lambda: self.encode_blocking(*arguments))
 

@@ -70,8 +70,8 @@ MIN_DELAY_S, MAX_DELAY_S = 0.5, 10.0  # between two attempts to join
 LEAVE_TIMEOUT_S = 25.0
 
 
-class NodeOfRanks(Struct, frozen=True):
-    """This machine among several that have the ranks of one worker, each as many as the others."""
+class NodeRanks(Struct, frozen=True):
+    """The ranks of one worker on this machine, which is one of several; each has the same number of ranks."""
 
     num_nodes: int
     node_rank: int
@@ -96,7 +96,7 @@ class AgentSettings(Struct, frozen=True):
     model: str | None  # path on this machine; None: the path that the server gives
     process_arguments: tuple[str, ...] = ()  # of each worker process
     node: str = ""  # what the server calls this machine; by default its host name
-    node_of_ranks: NodeOfRanks | None = None  # if this machine has some ranks, and other machines the others
+    node_of_ranks: NodeRanks | None = None  # if this machine has some ranks, and other machines the others
     local_rank: int = 0  # of the ranks on this machine, the one that joins
     role: Role = ""
     transfers: TransferSettings = TransferSettings()
@@ -305,7 +305,7 @@ class _Service:
     def _fetch(self, request: FetchBlocks) -> None:
         self._is_used = True
         if self._exchange is None:
-            raise ValueError("FetchBlocks, and the model was loaded without memory for blocks")
+            raise ValueError("the server asks for KV blocks, and had the model loaded without memory for them")
         self._exchange.fetch(request)
 
     def _is_refused(self, message: ToWorker | Refused) -> bool:

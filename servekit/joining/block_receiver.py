@@ -145,7 +145,9 @@ class BlockReceiver:
             self._disconnect(address)
             is_expected = isinstance(error, (*NETWORK_ERRORS, ServekitError))  # another one is a bug in servekit
             what = str(error) or type(error).__name__
-            log.warning("KV blocks of %s did not come: %s", address, what, exc_info=None if is_expected else error)
+            log.warning(
+                "KV blocks could not be fetched from %s: %s", address, what, exc_info=None if is_expected else error
+            )
             with contextlib.suppress(queue.Empty):
                 while (other := waiting.get_nowait()) is not None:
                     self._on_fetched(BlocksFetched(other[0].number))
@@ -213,7 +215,7 @@ class BlockReceiver:
         if found.refusal:
             raise ValueError(found.refusal)
         if not {*found.keys} <= {*keys} or len({*found.keys}) < len(found.keys):
-            raise ValueError("blocks that were not asked for")
+            raise ValueError("it offered KV blocks that this worker had not asked for, or the same ones twice")
         if found.keys:
             self._keep(found.keys, connection.receive(ends_s))
         return found.keys
@@ -221,7 +223,10 @@ class BlockReceiver:
     def _keep(self, keys: Sequence[Key], data: bytes) -> None:
         """Let the worker read blocks. Raises ValueError if they are not as many bytes."""
         if len(data) != len(keys) * bytes_of_block(self._layouts):
-            raise ValueError(f"{len(data)} bytes for {len(keys)} blocks")
+            num_expected = len(keys) * bytes_of_block(self._layouts)
+            raise ValueError(
+                f"it sent {len(data):,} bytes for {len(keys)} KV blocks, which have {num_expected:,} bytes"
+            )
         content, first = np.frombuffer(data, np.uint8), 0
         with self._lock:
             for ring in self._rings:

@@ -82,7 +82,9 @@ class BlockSender:
                 connected, peer = self._listener.accept()
             except OSError as error:
                 if not self._is_closed:  # no file descriptor is left, for example
-                    self._warn(f"a transfer could not be accepted: {error.strerror}")
+                    self._warn(
+                        f"a connection of an agent that fetches KV blocks could not be accepted: {error.strerror}"
+                    )
                     time.sleep(ACCEPT_INTERVAL_S)
                 continue
             handler = threading.Thread(target=self._handle, args=(connected, peer[0]), name="sends blocks", daemon=True)
@@ -100,7 +102,11 @@ class BlockSender:
             limit_silence(connected)
             connection = self._admit(connected)
             if connection is None:
-                self._warn(f"a transfer to {host} was refused: there are {MAX_CONNECTIONS} already")
+                if not self._is_closed:
+                    self._warn(
+                        f"{host} was refused, which asked for KV blocks: {MAX_CONNECTIONS} other agents are connected, "
+                        "which is the limit for one worker; use fewer decode workers"
+                    )
                 return
             ends_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
             if self._tls is not None:
@@ -108,12 +114,16 @@ class BlockSender:
             self._authenticate(connection, ends_s)
             self._serve(connection)
         except HandshakeFailed as error:
-            self._warn(f"a transfer to {host} was refused: {error.message}")
+            self._warn(f"{host} was refused, which asked for KV blocks: {error.message}")
         except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
             if connection is not None and not self._connections.get(connection):
-                self._warn(f"{host} is no worker of this server: {type(error).__name__}: {error}")
+                self._warn(
+                    f"{host} connected to ask for KV blocks, and did not prove that it has the workers' key "
+                    f"({type(error).__name__}: {error}); if it is a worker of this server, check its --tls-ca, and "
+                    "--transfer-tls-cert of this one"
+                )
             elif not self._is_closed and not isinstance(error, EOFError):
-                self._warn(f"the transfers to {host} were ended: {error}")
+                self._warn(f"the connection over which {host} fetched KV blocks was closed: {error}")
         finally:
             with self._lock:
                 if connection is not None:
@@ -166,7 +176,7 @@ class BlockSender:
                 connection.send(msgspec.msgpack.encode(BlocksFound(refusal=refusal)), ends_s=ends_s)
                 continue
             if len(request.keys) > num_keys_at_once(request.layouts):
-                raise ValueError(f"a request of {len(request.keys)} blocks at once")
+                raise ValueError(f"it asked for {len(request.keys)} blocks at once, which are too many for one frame")
             keys, parts = self._find(request.keys, rings)
             connection.send(msgspec.msgpack.encode(BlocksFound(keys)), ends_s=ends_s)
             if keys:
@@ -181,9 +191,9 @@ class BlockSender:
             if not keys:
                 return (), []
             found = [ring.read(keys) for ring in rings]
-        are_right = np.logical_and.reduce([is_right for _, is_right in found])
+        is_found = np.logical_and.reduce([is_right for _, is_right in found])
         parts = []
         for ring, (blocks, _) in zip(rings, found, strict=True):
-            right_ones = blocks if are_right.all() else blocks[are_right]  # of megabytes, each copy takes milliseconds
-            parts.append(np.ascontiguousarray(right_ones[:, : ring.block_bytes]).data.cast("B"))
-        return tuple(key for key, is_right in zip(keys, are_right.tolist(), strict=True) if is_right), parts
+            sent = blocks if is_found.all() else blocks[is_found]  # of megabytes, each copy takes milliseconds
+            parts.append(np.ascontiguousarray(sent[:, : ring.block_bytes]).data.cast("B"))
+        return tuple(key for key, is_sent in zip(keys, is_found.tolist(), strict=True) if is_sent), parts

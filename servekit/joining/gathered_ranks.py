@@ -80,7 +80,7 @@ class GatheredRanks:
         task.add_done_callback(self._ending.discard)
 
 
-def group_of(ranks: Sequence[JoinedRank], load: LoadModel) -> WorkerGroup:
+def make_group(ranks: Sequence[JoinedRank], load: LoadModel) -> WorkerGroup:
     """Return ranks that have joined as one worker, which has no model yet."""
 
     def take(number: int, on_loss: Callable[[], None]) -> WorkerConnection:

@@ -32,7 +32,7 @@ from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.joining.address import TcpAddress, UnixAddress
-from servekit.joining.gathered_ranks import GatheredRanks, JoinedRank, group_of, offer_of, size_mismatch, with_hosts
+from servekit.joining.gathered_ranks import GatheredRanks, JoinedRank, make_group, offer_of, size_mismatch, with_hosts
 from servekit.joining.socket_stream import SocketStream
 from servekit.protocol.handshake import (
     MAX_REFUSAL_LENGTH,
@@ -281,7 +281,7 @@ class WorkerListener:
         if not offer.num_ranks:
             await self._load(worker, offer)
         elif (ranks := self._gathered.add(JoinedRank(worker, offer))) is not None:
-            await self._load(group_of(ranks, self._handler.load_model()), offer_of(ranks), ranks)
+            await self._load(make_group(ranks, self._handler.load_model()), offer_of(ranks), ranks)
 
     async def _load(
         self, worker: WorkerConnection | WorkerGroup, offer: Offer, ranks: Sequence[JoinedRank] = ()

@@ -74,9 +74,9 @@ class Calibration:
         known = sum([weight for _, weight in scores])
         total = known + 1.0  # the next outcome may be beyond all of them
         return (
-            _reached(reversed(scores), (1.0 - self._below) * total),
-            _reached(scores, 0.5 * known),
-            _reached(scores, (1.0 - self._above) * total),
+            _weighted_percentile(reversed(scores), (1.0 - self._below) * total),
+            _weighted_percentile(scores, 0.5 * known),
+            _weighted_percentile(scores, (1.0 - self._above) * total),
         )
 
 
@@ -85,11 +85,11 @@ def _adapted(left_out: float, step: float, is_outside: bool) -> float:
     return min(max(left_out + step * (TAIL_SHARE - is_outside), 0.0), 0.5)
 
 
-def _reached(scores: Iterable[tuple[float, float]], wanted: float) -> float:
-    """Return the first score by which so much weight is passed, or the last one."""
-    passed = reached = 0.0
+def _weighted_percentile(scores: Iterable[tuple[float, float]], wanted: float) -> float:
+    """Return the score at which the weights, added up in the order of `scores`, reach `wanted`; else the last one."""
+    total = reached = 0.0
     for score, weight in scores:
-        passed, reached = passed + weight, score
-        if passed >= wanted:
+        total, reached = total + weight, score
+        if total >= wanted:
             break
     return reached

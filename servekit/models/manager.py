@@ -374,7 +374,8 @@ class ModelManager:
             raise model_not_found(alias, splits)
         if alias == self._file.default:
             raise InvalidRequest(
-                f"{alias!r} gets the requests that name no model (default in the models file); divide it anew instead"
+                f"{alias!r} gets the requests that name no model (default in the models file); change its weights "
+                f"with POST /v1/aliases/{alias} instead"
             )
         self._file = replace(self._file, splits={name: split for name, split in splits.items() if name != alias})
         self._names = _names(self._file)

@@ -451,13 +451,13 @@ def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, i
                 continue
             if spec.entry.memory_bytes is None and not need:
                 raise ConfigError(
-                    f"{where}: the model {spec.id!r} is on {device}, whose memory is limited in [memory]; say how much "
-                    "it takes, as memory_bytes"
+                    f"{where}: the model {spec.id!r} is on {device}, whose memory is limited in [memory], and its "
+                    "files do not say how much it takes; set memory_bytes"
                 )
             if need > memory[device]:
                 raise ConfigError(
-                    f"{where}: the model {spec.id!r} takes {need} bytes on {device} ({_source([spec])}), and "
-                    f"[memory] gives {memory[device]}; give more, or use a smaller model"
+                    f"{where}: the model {spec.id!r} takes {need:,} bytes on {device} {_source([spec])}, and "
+                    f"[memory] gives {memory[device]:,}; give more, or use a smaller model"
                 )
             if spec.entry.is_kept:
                 kept[device] += need
@@ -465,15 +465,16 @@ def _check_memory(specs: Sequence[ModelSpec], where: str, memory: Mapping[str, i
         on_device = [spec for spec in specs if spec.entry.is_kept and device in spec.memory]
         if need > memory[device]:
             raise ConfigError(
-                f"{where}: the models with keep = 'always' take {need} bytes on {device} ({_source(on_device)}), and "
-                f"[memory] gives {memory[device]}; give more, or set keep = 'on_demand' for some"
+                f"{where}: the models with keep = 'always' take {need:,} bytes on {device} {_source(on_device)}, and "
+                f"[memory] gives {memory[device]:,}; give more, or set keep = 'on_demand' for some"
             )
         for spec in specs:
             if not spec.entry.is_kept and spec.memory.get(device, 0) > memory[device] - need:
                 raise ConfigError(
-                    f"{where}: the model {spec.id!r} takes {spec.memory[device]} bytes on {device}, and the models "
-                    f"with keep = 'always' leave {memory[device] - need} of {memory[device]} "
-                    f"({_source([*on_device, spec])}); it could never be loaded"
+                    f"{where}: the model {spec.id!r} takes {spec.memory[device]:,} bytes on {device}, and the "
+                    f"models with keep = 'always' leave {memory[device] - need:,} of {memory[device]:,} "
+                    f"{_source([*on_device, spec])}, so it could never be loaded; give more in [memory], or set "
+                    "keep = 'on_demand' for more models"
                 )
 
 
@@ -481,8 +482,10 @@ def _source(specs: Sequence[ModelSpec]) -> str:
     """Return where the memory of models is known from, for an error message."""
     estimated = [spec.id for spec in specs if spec.entry.memory_bytes is None]
     if not estimated:
-        return "memory_bytes"
-    return "estimated" + (f" for {_list(estimated)}" if len(specs) > 1 else "") + "; memory_bytes states it"
+        return "(memory_bytes)"
+    if len(specs) == 1:
+        return "(estimated from the files; set memory_bytes to give the exact value)"
+    return f"(estimated from the files for {_list(estimated)}; set memory_bytes to give the exact values)"
 
 
 def _list(names: Any) -> str:

@@ -82,7 +82,7 @@ def estimated_bytes(config: ServeConfig) -> int | None:
         return None
     cache_bytes = config.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else 0)
     dtype: str = config.dtype
-    if dtype == "auto" and on_cpu:  # predictors, and what is beside quantized weights, are float32
+    if dtype == "auto" and on_cpu:  # predictors, and all but the codes of quantized weights, are float32
         is_plain = kind == GENERATE and config.quantization is None
         dtype = read_stored_numbers(path).cpu_dtype if is_plain else "float32"
     number_bytes = NUMBER_BYTES.get(dtype)

@@ -12,8 +12,8 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED_NUMBER_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of the types whose numbers are not quantized
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 GROUP_SIZE = 64  # weights that share a scale, by default
-# What the names of matrices contain that --quantization does not round, besides those of embeddings.
-NOT_ROUNDED = ("expert", "router", "mlp.gate.")
+# --quantization does not round matrices whose names contain one of these, nor those of embeddings.
+UNQUANTIZED_NAME_PARTS = ("expert", "router", "mlp.gate.")
 HEAD = "lm_head"
 
 
@@ -65,7 +65,7 @@ def _rounded_bits(name: str, quantization: str, group_size: int, has_head: bool)
     """Return the bits of each number of a matrix, with its part of scales and offsets; None if it is not rounded."""
     if "embed" in name or "wte" in name:
         return None if has_head else 8.0  # without a head of its own, it is the head
-    if any(each in name for each in NOT_ROUNDED):
+    if any(part in name for part in UNQUANTIZED_NAME_PARTS):
         return None
     if HEAD in name or quantization in ("int8", "fp8"):
         return 8.0

@@ -126,9 +126,10 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return num_tokens * (start + num_tokens / 2) - self.window_share * outside
 
     def step(self, num_tokens: int, num_sampled: int, num_context: float, num_pairs: float = 0.0) -> StepTime:
-        """The same by numbers: tokens computed and sampled, tokens whose keys are read, pairs of tokens in prompts.
+        """Return the time of a step from counts: of tokens that are computed, and of those that are sampled.
 
-        The last two are means over all layers, as `num_attended` and `num_pairs` compute them.
+        `num_context` is the number of tokens whose keys are read, and `num_pairs` that of pairs of a query and a key in
+        prompts. Both are means over all layers, as `num_attended` and `num_pairs` compute them.
         """
         weights_s = self.weights_s(num_tokens)
         multiply_s = num_tokens * self.token_s + num_sampled * self.head_s

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 
 from servekit.protocol.messages import Key
 
-BATCH_BYTES = 4 * 2**20  # of the blocks that one frame carries, if one is not larger
+BATCH_BYTES = 4 * 2**20  # of the blocks in one frame; a larger block has a frame of its own
 MAX_BATCH_KEYS = 1024
 MAX_REQUEST_BYTES = 2**16  # of a RequestBlocks
 MAX_BLOCK_BYTES = 2**28  # of one rank's part: more than any model's

@@ -125,33 +125,34 @@ def _copy_in_float32(parameter: Tensor) -> Tensor:
 
 
 def _prepare_experts(experts: Any, names: ExpertNames, method: LinearMethod) -> tuple[list[Weight], list[Weight]]:
-    """Return the weights of all experts: of gates and ups, and of the way back."""
-    gate_up, down = [], []
+    """Return the gate_up weights and the down weights, one of each for an expert."""
+    gate_up_weights, down_weights = [], []
     for number in range(len(experts.gate_up_proj)):
-        into, back = experts.gate_up_proj.detach()[number], experts.down_proj.detach()[number]
+        gate_up, down = experts.gate_up_proj.detach()[number], experts.down_proj.detach()[number]
         if not names.is_transposed:
-            gate_up.append(method(into, None))
-            down.append(method(back, None))
+            gate_up_weights.append(method(gate_up, None))
+            down_weights.append(method(down, None))
             continue
         bias = experts.gate_up_proj_bias.detach()[number]
-        gates_first = torch.cat([into[:, ::2], into[:, 1::2]], dim=1).T.contiguous()
-        gate_up.append(method(gates_first, torch.cat([bias[::2], bias[1::2]])))
-        down.append(method(back.T.contiguous(), experts.down_proj_bias.detach()[number].clone()))
-    return gate_up, down
+        gates_first = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1).T.contiguous()
+        gate_up_weights.append(method(gates_first, torch.cat([bias[::2], bias[1::2]])))
+        down_weights.append(method(down.T.contiguous(), experts.down_proj_bias.detach()[number].clone()))
+    return gate_up_weights, down_weights
 
 
 def _make_struct(experts: FusedExperts, ops: CpuOps, activation: str) -> _InC | None:
     """Return the experts as C computes them; None if it cannot multiply by one of their weights."""
-    shared = experts._shared or ()
-    found = [each for each in (*experts._gate_up, *experts._down, *shared) if isinstance(each, CpuWeight)]
+    all_weights = (*experts._gate_up, *experts._down, *(experts._shared or ()))
+    weights = [weight for weight in all_weights if isinstance(weight, CpuWeight)]
     num_experts, hidden_size = experts._router.shape
-    if len(found) != 2 * num_experts + len(shared):
+    if len(weights) != len(all_weights):
         return None
-    gate_up, down, of_all = found[:num_experts], found[num_experts : 2 * num_experts], found[2 * num_experts :]
-    for into, back in zip((*gate_up, *of_all[:1]), (*down, *of_all[1:]), strict=True):
-        into.prefetch_next(back)
-    addresses = [(ctypes.c_void_p * num_experts)(*(each.address for each in group)) for group in (gate_up, down)]
-    inner_size = max(each.num_inputs for each in (*down, *of_all[1:]))
+    gate_up, down = weights[:num_experts], weights[num_experts : 2 * num_experts]
+    shared = weights[2 * num_experts :]  # gate_up and down, or nothing
+    for first, second in zip((*gate_up, *shared[:1]), (*down, *shared[1:]), strict=True):
+        first.prefetch_next(second)
+    addresses = [(ctypes.c_void_p * num_experts)(*(weight.address for weight in group)) for group in (gate_up, down)]
+    inner_size = max(weight.num_inputs for weight in (*down, *shared[1:]))
     scalar_bytes = ops.scalar_bytes
     numbers = hidden_size + num_experts + 2 * experts._num_chosen + 2  # see experts.c: float32 and int32 of a token
     struct = CExperts(
@@ -162,11 +163,11 @@ def _make_struct(experts: FusedExperts, ops: CpuOps, activation: str) -> _InC | 
         num_experts=num_experts,
         num_chosen=experts._num_chosen,
         normalizes=experts._normalizes,
-        max_rows=min(each.max_rows for each in found),
+        max_rows=min(weight.max_rows for weight in weights),
         gate=ctypes.cast(getattr(ops.library, C_GATES[activation]), ctypes.c_void_p).value,
-        shared_gate_up=of_all[0].address if of_all else None,
-        shared_down=of_all[1].address if of_all else None,
+        shared_gate_up=shared[0].address if shared else None,
+        shared_down=shared[1].address if shared else None,
         shared_router=None if experts._shared_router is None else experts._shared_router.data_ptr(),
         workspace_bytes=FLOAT_BYTES * numbers + scalar_bytes * (2 * hidden_size + 3 * inner_size),
     )
-    return _InC(ops.library, struct, found, addresses)
+    return _InC(ops.library, struct, weights, addresses)

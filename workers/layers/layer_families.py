@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 Norm = tuple[Tensor, float]  # weight [size] float32, epsilon
 
-# By the class that transformers has for it, what a GLU does to its gates.
+# The activation functions of MLPs that are fused, by the names of their classes in transformers.
 ACTIVATIONS = {"SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
-CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0  # of gpt-oss; C has no others
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0  # the constants of gpt-oss; C has no others
 
 
 def norm_of(module: Any) -> Norm:
@@ -35,9 +35,9 @@ class ExpertNames:
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    is_transposed: bool = False  # matrices are [num_inputs, num_outputs], and gates and ups take turns: gpt-oss
-    shared_expert: str | None = None  # an MLP of all tokens
-    shared_router: str | None = None  # a linear layer of one output: how much of it a token gets
+    is_transposed: bool = False  # gpt-oss: matrices are [num_inputs, num_outputs], and columns of gate and up alternate
+    shared_expert: str | None = None  # an MLP that computes all tokens
+    shared_router: str | None = None  # a linear layer with one output: the share of that MLP for a token
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether the layer has experts. In some models, only every second layer has."""
@@ -45,7 +45,7 @@ class ExpertNames:
         return hasattr(layer.get_submodule(parent), name)
 
     def activation_of(self, layer: nn.Module) -> str | None:
-        """Return the name of what the experts do to their gates; None if it is none that is fused."""
+        """Return the name of the experts' activation function; None if it is not fused."""
         experts: Any = layer.get_submodule(self.experts)
         if self.shared_router is not None and not hasattr(layer.get_submodule(self.shared_router), "weight"):
             return None  # its weights are quantized
@@ -63,8 +63,8 @@ class ExpertNames:
 class Family:
     """The names of a layer's parts, and what differs between families.
 
-    A layer is x + attention(x), and then y + mlp(y) of that. Both may have a norm of their input, and one of what they
-    add. Linear layers that are one in the files are named alone.
+    A layer computes y = x + attention(x), and then y + mlp(y). Attention and the MLP may each have a norm of the input
+    and a norm of the output. `qkv` and `gate_up` have one name if the files have one matrix for all of them.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -75,18 +75,18 @@ class Family:
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_output_norm: str | None = None
     norm_of: Callable[[Any], Norm] = norm_of
-    norms_span_heads: bool = False  # the norm of queries is one of all heads together, and so is that of keys
-    scales_residuals: bool = False  # what attention and the MLP add is multiplied by `residual_multiplier`
-    rotary_has_halves: bool = False  # the decoder gives one half of cosines and sines, for both are alike
+    norms_span_heads: bool = False  # the norms of queries and keys are over all heads together
+    scales_residuals: bool = False  # outputs of attention and MLP are multiplied by `residual_multiplier`
+    rotary_has_halves: bool = False  # the decoder gives one half of the cosines and sines; the halves are equal
     experts: ExpertNames | None = None  # in place of the MLP, in layers that have them
-    can_be_divided: bool = True  # ranks hold whole heads and parts of an MLP, and add up their products
+    can_be_divided: bool = True  # among ranks: each holds whole heads and a part of the MLP
 
     def norm_in(self, layer: nn.Module, name: str | None) -> Norm | None:
         """Return the layer's norm of this name; None if the family has none there."""
         return None if name is None else self.norm_of(layer.get_submodule(name))
 
     def residual_multiplier_of(self, layer: Any) -> float:
-        """Return the number that what the layer adds is multiplied by."""
+        """Return the factor of the outputs of attention and MLP."""
         return float(layer.residual_multiplier) if self.scales_residuals else 1.0
 
     def experts_of(self, layer: nn.Module) -> ExpertNames | None:
@@ -94,7 +94,7 @@ class Family:
         return self.experts if self.experts is not None and self.experts.is_in(layer) else None
 
     def activation_of(self, layer: nn.Module) -> str | None:
-        """Return the name of what the layer does to its gates; None if it is none that is fused."""
+        """Return the name of the layer's activation function; None if it is not fused."""
         experts = self.experts_of(layer)
         if experts is not None:
             return experts.activation_of(layer)
@@ -106,14 +106,14 @@ PHI3 = Family(
     qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",), activation="mlp.activation_fn", can_be_divided=False
 )
 GEMMA = Family(norm_of=norm_of_one_and_weight)
-# Norms of what is added, too.
+# Norms of the inputs and of the outputs of attention and MLP.
 GEMMA2 = Family(
     attention_output_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_output_norm="post_feedforward_layernorm",
     norm_of=norm_of_one_and_weight,
 )
-# Norms of what is added alone.
+# Norms of the outputs only.
 OLMO2 = Family(
     attention_norm=None,
     attention_output_norm="post_attention_layernorm",
@@ -151,7 +151,7 @@ FAMILIES = {
 
 
 def family_of(layer: nn.Module) -> Family | None:
-    """Return the layer's family; None if it is none that is fused."""
+    """Return the layer's family; None if its layers are not fused."""
     return FAMILIES.get(type(layer).__name__)
 
 

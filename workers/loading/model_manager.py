@@ -237,10 +237,16 @@ class ModelManager:
         if ranks is not None:  # they may be on machines with different processors, and exchange numbers of one type
             is_bfloat16 = bool(ranks.minimum(int(is_bfloat16)))
         if is_bfloat16 and not is_quantized:
-            log.info("computing in bfloat16, as the files are; --dtype float32 is exact, and takes about twice as long")
+            log.info(
+                "computing in bfloat16, the checkpoint's data type; --dtype float32 gives exact tokens and takes about "
+                "twice as long"
+            )
             return torch.bfloat16
         if is_bfloat16:
-            log.info("computing in float32, for exact tokens; --dtype bfloat16 is faster in steps of many tokens")
+            log.info(
+                "computing in float32, because the weights are quantized; --dtype bfloat16 is faster in steps of many "
+                "tokens"
+            )
         return torch.float32
 
 

@@ -49,10 +49,16 @@ class Ranks:
         try:
             dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **meeting)
         except (RuntimeError, ValueError) as error:
-            what = f"rank {rank} of {size} cannot be connected to the others: {error}"
+            interface = os.environ["GLOO_SOCKET_IFNAME"]
+            what = f"rank {rank} of {size} cannot be connected to the others over the interface {interface}: {error}"
             if remote is not None:  # another machine may be lost, and come back
-                raise WorkerLost(what) from error
-            raise ConfigError(what) from error
+                raise WorkerLost(
+                    f"{what}; rank 0 is at {remote.host}, port {remote.port}, and the machines must be able to connect "
+                    "to each other on all TCP ports (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface)"
+                ) from error
+            raise ConfigError(
+                f"{what}; is this interface up? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another one"
+            ) from error
         # Every rank makes the groups of all stages, in this order.
         mesh = init_device_mesh(
             "cpu", (pipeline_parallel_size, tensor_parallel_size), mesh_dim_names=("stage", "tensor")

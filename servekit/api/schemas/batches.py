@@ -33,7 +33,7 @@ class CreateBatch(Struct, kw_only=True):
 class FileQuery(Struct, kw_only=True):
     """The parameters of GET /v1/files."""
 
-    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE), described("most files to return")] = MAX_PAGE
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE), described("maximum number of files to return")] = MAX_PAGE
     after: Annotated[str | None, described("id of the file before the first one")] = None
     order: Annotated[Literal["asc", "desc"], described("newest last, or first")] = "desc"
     purpose: Annotated[str | None, described("return only files with this purpose")] = None
@@ -42,7 +42,7 @@ class FileQuery(Struct, kw_only=True):
 class BatchQuery(Struct, kw_only=True):
     """The parameters of GET /v1/batches."""
 
-    limit: Annotated[int, Meta(ge=1, le=100), described("most batches to return")] = 20
+    limit: Annotated[int, Meta(ge=1, le=100), described("maximum number of batches to return")] = 20
     after: Annotated[str | None, described("id of the batch before the first one")] = None
 
 

@@ -110,7 +110,9 @@ class CommonFields(Struct, kw_only=True):
     ] = None
     max_drafts: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] | None,
-        described("most drafts that a step verifies, with --speculative; 0 for none; default: the server's K"),
+        described(
+            "maximum number of drafts that a step verifies, with --speculative; 0: none; default: the server's K"
+        ),
     ] = None
 
     def common(self, do_sample: bool | None = None) -> dict[str, Any]:

@@ -303,7 +303,11 @@ async def test_after_a_failed_transfer_a_sequence_stays_and_only_what_is_missing
     fleet.supervisor.hand_over(prefill.core)
     (request,) = executors[1].requests
     fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys[:num_come]))
-    assert fleet.ids() == [[0], []] and f"has {num_come} of the blocks" in caplog.text and failed == [1]
+    assert (
+        fleet.ids() == [[0], []]
+        and f"has fetched {num_come} of its {len(request.keys)} KV" in caplog.text
+        and failed == [1]
+    )
     assert fleet.replicas.fetches.num_failed == 1
     fleet.supervisor.hand_over(prefill.core)
     assert len(executors[1].requests) == 1, "not at once"
@@ -343,7 +347,7 @@ async def test_a_target_that_does_not_answer_is_given_up(
     for _ in range(2):
         fleet.supervisor.hand_over(prefill.core)
     (request,) = executors[1].requests
-    assert "replica 1 did not say in time" in caplog.text and fleet.replicas.fetches.num_failed == 1
+    assert "the agent of replica 1 did not report in time" in caplog.text and fleet.replicas.fetches.num_failed == 1
     fleet.replicas.fetched(decode, BlocksFetched(request.number, request.keys))
     assert fleet.ids() == [[0], []], "too late"
     await fleet.supervisor.stop(graceful=False)

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from servekit.engine.detokenizer import Detokenizer
-from servekit.engine.tokenizer import LONG_TEXT, MAX_LONG_WAITING, SHORT_TEXT, Tokenizer, load_tokenizer
+from servekit.engine.tokenizer import LONG_TEXT, MAX_INLINE_CHARS, MAX_LONG_WAITING, Tokenizer, load_tokenizer
 from servekit.errors import ConfigError, QueueFull, WorkerNotReady
 
 TEXT = ["hello world", "grüße aus Köln", "日本語 テスト", "naïve café 🦊🦊", "the cat sat on the mat"] * 3
@@ -166,7 +166,7 @@ async def test_only_one_short_text_is_encoded_without_a_thread(
         return encode(*arguments)
 
     monkeypatch.setattr(tokenizer, "encode_blocking", watched)
-    short, longer = "a" * SHORT_TEXT, "a" * (SHORT_TEXT + 1)
+    short, longer = "a" * MAX_INLINE_CHARS, "a" * (MAX_INLINE_CHARS + 1)
     for texts in ([short], [longer], ["a", "b"]):
         assert [decode(tokenizer, token_ids) for token_ids in await tokenizer.encode("", texts)] == texts
     assert threads == [True, False, False]

@@ -355,7 +355,11 @@ async def test_devices_that_are_not_as_many_as_the_ranks_are_refused_with_a_sent
             (*ONE_OF_TWO, "--master-port", "65536"),
             "--master-addr, --master-port = 'tcp://host:65536' is not an address",
         ),
-        ((*ONE_OF_TWO, "--nproc-per-node", "0"), "--nnodes 2 times --nproc-per-node 0 is not accepted"),
+        (
+            (*ONE_OF_TWO, "--nproc-per-node", "0"),
+            "--nproc-per-node 0 is not accepted: each machine has one rank or more",
+        ),
+        ((*ONE_OF_TWO, "--nproc-per-node", "513"), "--nnodes 2 times --nproc-per-node 513 are 1026 ranks"),
         ((*ONE_OF_TWO, "--nproc-per-node", "3", "--device", "cpu,cpu"), "names 2 devices, and --nproc-per-node is 3"),
         (("--connect", "unix:/x", "--transfer-address", "a:b"), "is not an address of this machine"),
         (

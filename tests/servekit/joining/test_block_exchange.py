@@ -103,8 +103,8 @@ class Pair:
         for ring in self.target.rings:
             reader = BlockRing(self.target.fds[self.target.rings.index(ring)], ring.block_bytes, ring.layout)
             assert all(key in reader for key in keys)
-            blocks, are_right = reader.read(list(keys)) if keys else (np.zeros((0, 0)), np.ones(0, bool))
-            assert are_right.all()
+            blocks, is_found = reader.read(list(keys)) if keys else (np.zeros((0, 0)), np.ones(0, bool))
+            assert is_found.all()
             for key, block in zip(keys, blocks, strict=True):
                 assert (block[: ring.block_bytes] == content(key, ring)[: ring.block_bytes]).all()
 

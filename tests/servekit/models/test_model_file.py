@@ -140,12 +140,13 @@ def test_memory_is_estimated_where_the_file_limits_it_and_does_not_say_it() -> N
     assert [spec.memory for spec in parsed(LIMITED + text).models] == [{"cpu": 60}] and asked == ["demo"]
     assert parsed(LIMITED + text + "memory_bytes = 5").models[0].memory == {"cpu": 5}
     assert parsed(text).models[0].memory == {"cpu": 0} and len(asked) == 1
-    with pytest.raises(ConfigError, match=r"'a' takes 60 bytes on cpu \(estimated; memory_bytes states it\)"):
+    with pytest.raises(ConfigError, match=r"'a' takes 60 bytes on cpu \(estimated from the files; set memory_bytes"):
         parsed(LIMITED.replace("100", "50") + text)
     with pytest.raises(ConfigError, match=r"'a' takes 70 bytes on cpu \(memory_bytes\)"):
         parsed(LIMITED.replace("100", "50") + text + "memory_bytes = 70")
     with pytest.raises(
-        ConfigError, match=r"the models with keep = 'always' take 120 bytes on cpu \(estimated for 'a', 'b'"
+        ConfigError,
+        match=r"keep = 'always' take 120 bytes on cpu \(estimated from the files for 'a', 'b'; set memory_bytes",
     ):
         parsed(LIMITED + MODEL + MODEL.replace('"a"', '"b"'))
 
@@ -180,7 +181,7 @@ LIMITED = "[memory]\ncpu = 100\n"
         ("default = 1\n" + MODEL, r"models.toml: default must be the id or an alias of a model"),
         ("other = 1\n" + MODEL, r"models.toml: unknown field 'other'; the known ones are default"),
         ("[memory]\ntpu = 1\n" + MODEL, r"\[memory\] 'tpu' is not a device"),
-        (LIMITED + MODEL, r"the model 'a' is on cpu, whose memory is limited.*memory_bytes"),
+        (LIMITED + MODEL, r"the model 'a' is on cpu, whose memory is limited.*; set memory_bytes"),
         (LIMITED + MODEL + "memory_bytes = 101", r"takes 101 bytes on cpu \(memory_bytes\), and \[memory\] gives 100"),
         (
             LIMITED + MODEL + "memory_bytes = 60\n" + MODEL.replace('"a"', '"b"') + "memory_bytes = 60",
@@ -192,7 +193,7 @@ LIMITED = "[memory]\ncpu = 100\n"
             + "memory_bytes = 60\n"
             + MODEL.replace('"a"', '"b"')
             + 'memory_bytes = 60\nkeep = "on_demand"',
-            r"'b' takes 60 bytes on cpu.*leave 40 of 100 \(memory_bytes\); it could never be loaded",
+            r"'b' takes 60 bytes on cpu.*leave 40 of 100 \(memory_bytes\), so it could never be loaded; give more in",
         ),
         ("alias = [1]\n" + MODEL, r"\[\[alias\]\] 1: Expected `object`"),
         (MODEL + "[[alias]]\nname = 'c'", r"\[\[alias\]\] 1: the field 'models' is missing"),

@@ -32,7 +32,7 @@ def test_bfloat16_is_computed_where_the_processor_multiplies_it(
     monkeypatch.setattr(cpu_dtype, "multiplies_bfloat16", lambda: True)
     loaded = ModelManager("cpu").load(stored_in_bfloat16, "auto", None)
     assert loaded.dtype is torch.bfloat16
-    assert "computing in bfloat16, as the files are; --dtype float32 is exact" in caplog.text
+    assert "computing in bfloat16, the checkpoint's data type; --dtype float32 gives exact tokens" in caplog.text
     assert ModelManager("cpu").load(stored_in_bfloat16, "float32", None).dtype is torch.float32
 
 
@@ -55,11 +55,14 @@ def test_ranks_compute_in_bfloat16_only_if_all_of_them_can(
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_float32_files_and_quantized_weights_are_computed_in_float32(
-    multiplies: bool, stored_in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch
+    multiplies: bool, stored_in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "servekit.worker")
     monkeypatch.setattr(cpu_dtype, "multiplies_bfloat16", lambda: multiplies)
     quantized = ModelManager("cpu").load(stored_in_bfloat16, "auto", None, quantization="int8")
     assert quantized.dtype is torch.float32
+    says_why = "computing in float32, because the weights are quantized" in caplog.text
+    assert says_why == (multiplies and can_pack(torch.bfloat16))
     make_model(stored_in_bfloat16, *ARCHITECTURES["llama"])
     assert ModelManager("cpu").load(stored_in_bfloat16, "auto", None).dtype is torch.float32
 
