@@ -346,6 +346,19 @@ def test_connections_without_the_key_are_closed_by_later_ones_and_workers_are_no
         assert len(pair.sender._connections) == 3
 
 
+def test_the_log_says_that_more_agents_connect_than_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(block_sender, "MAX_CONNECTIONS", 1)
+    with pairing() as pair:
+        pair.source.append(*KEYS[:1])
+        assert pair.fetch(*KEYS[:1]) == KEYS[:1]
+        with socket.create_connection(("127.0.0.1", pair.sender.port), timeout=ENOUGH_S) as refused:
+            assert refused.recv(1) == b""
+        assert "1 other agents are connected, which is the limit for one worker" in caplog.text
+        assert len(pair.sender._connections) == 1, "the one that has proved the key"
+
+
 @again_if_late
 def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sender, "HANDSHAKE_TIMEOUT_S", 0.5)

@@ -148,6 +148,7 @@ async def test_operators_remove_an_alias() -> None:
     for name, status in (("canary", 404), ("open", 404), ("both", 400)):
         answer = await ask(app, "DELETE", f"/v1/aliases/{name}", bearer("of-operator"))
         assert answer.status == status, "it is gone, or the name of a model, or what requests without a name get"
+    assert b"change its weights with POST /v1/aliases/both instead" in answer.body
     manager.replace_file(parsed())
     assert (await ask(app, "DELETE", "/v1/aliases/both", bearer("of-operator"))).status == 200
 

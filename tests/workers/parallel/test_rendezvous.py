@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from servekit.errors import ConfigError, WorkerLost
 from workers.parallel import rendezvous
+from workers.parallel.ranks import Ranks
 from workers.parallel.rendezvous import TcpRendezvous
 
 NAME = "0123456789abcdef"
@@ -53,6 +56,26 @@ def test_a_rank_that_cannot_reach_the_store_says_which_address_it_tried(monkeypa
     monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(WorkerLost, match=r"rank 1 cannot connect to rank 0 at 127\.0\.0\.1, port \d+"):
         TcpRendezvous(f"tcp://127.0.0.1:{free_port()}/{NAME}").open_store(1, 30.0)
+
+
+def test_ranks_that_cannot_be_connected_say_where_and_whether_another_try_may_help(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(TcpRendezvous, "open_store", lambda *_: dist.HashStore())
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")  # so that what Ranks sets is undone, too
+        monkeypatch.delenv(f"{library}_SOCKET_IFNAME")
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 .* over the interface lo: no device; is this interface up\?"):
+        Ranks(1, 2, 1, str(tmp_path / "rendezvous"), torch.device("cpu"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(
+        WorkerLost, match=r"the interface eth7: no device; rank 0 is at 127\.0\.0\.1, port 29500, .*TCP"
+    ):
+        Ranks(1, 2, 1, f"tcp://127.0.0.1:29500/{NAME}", torch.device("cpu"))
 
 
 def test_tensors_go_through_the_interface_of_the_given_address() -> None:
