@@ -91,8 +91,8 @@ class BlockSender:
             try:
                 handler.start()
             except RuntimeError as error:  # there are as many threads as there may be
-                connected.close()
                 self._warn(f"{peer[0]} was refused, which asked for KV blocks: {error}", "threads")
+                connected.close()
             time.sleep(ACCEPT_INTERVAL_S)
 
     def _handle(self, connected: socket.socket, host: str) -> None:
