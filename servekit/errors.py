@@ -32,7 +32,8 @@
     ├─ SandboxUnavailable    503  the process that renders chats and compiles grammars failed twice
     ├─ StorageFailed         507  files and batches cannot be written, or have no room left
     ├─ ConfigError           a setting is wrong, or does not fit the model; the process exits with code 2
-    │  └─ ModelNotDownloaded     in servekit.engine.hub: the model is not on this machine, and must not be downloaded
+    │  ├─ ModelNotDownloaded     in servekit.engine.hub: the model is not on this machine, and must not be downloaded
+    │  └─ FileNotInRepository    in servekit.engine.hub: the model's repository has no file of that name
     ├─ RequestFailed         in servekit.client: a server refused a request of one of our clients, or did not answer
     ├─ StandardStreamFailed  in servekit.terminal: standard input or output cannot be used
     └─ InternalError         500  a bug in servekit
