@@ -47,6 +47,30 @@ DEVICE = re.compile(r"auto|cuda|cpu(,cpu)*|cuda:\d+(,cuda:\d+)*")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Join a server, or execute step plans for the server that started this process. Returns the exit code."""
+    arguments = make_parser().parse_args(argv)
+    if arguments.facts:
+        return write_facts(arguments.model)
+    if arguments.convert is not None:
+        return convert_files(arguments.convert)
+    if arguments.quantize is not None:
+        return quantize(arguments.quantize)
+    is_child = arguments.task_fd is not None
+    if not is_child and (arguments.connect is None or arguments.key_file is None):
+        sys.stderr.write(f"{USAGE}\n")
+        return 2
+    try:
+        if arguments.cpus is not None:
+            bind_to_cores(arguments.cpus)
+        if not is_child:
+            return join(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {escaped(error.message)}\n")  # anyone may have sent it, in place of the server
+        return 2
+    return execute(arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line: flags of operators, and those with which a server starts its own workers."""
     parser = argparse.ArgumentParser(prog="python -m servekit.worker", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--connect", metavar="ADDRESS", help="the server's --listen-workers: unix:PATH, tcp://HOST:PORT"
@@ -97,26 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantize", metavar="JOB", help=argparse.SUPPRESS)  # of `servekit quantize`
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # of `servekit doctor`
     parser.add_argument("--convert", metavar="JOB", help=argparse.SUPPRESS)  # of a server and `servekit convert`
-    arguments = parser.parse_args(argv)
-    if arguments.facts:
-        return write_facts(arguments.model)
-    if arguments.convert is not None:
-        return convert_files(arguments.convert)
-    if arguments.quantize is not None:
-        return quantize(arguments.quantize)
-    is_child = arguments.task_fd is not None
-    if not is_child and (arguments.connect is None or arguments.key_file is None):
-        sys.stderr.write(f"{USAGE}\n")
-        return 2
-    try:
-        if arguments.cpus is not None:
-            bind_to_cores(arguments.cpus)
-        if not is_child:
-            return join(arguments)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {escaped(error.message)}\n")  # anyone may have sent it, in place of the server
-        return 2
-    return execute(arguments)
+    return parser
 
 
 def bind_to_cores(text: str) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from servekit.config import ServeConfig
 from servekit.errors import ConfigError
+from servekit.protocol.block_ring import open_memory
 from servekit.protocol.messages import LoadModel
 from servekit.scheduler.kv_connector import ReplicaRole
 
@@ -42,20 +43,15 @@ class TransferMemory:
         _check(config)
         if config.lets_workers_join:
             return
-        fds: list[int] = []
+        num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+        names = map(str, range(config.prefill_replicas * num_ranks))
         try:
-            num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-            for number in range(config.prefill_replicas * num_ranks):
-                fds.append(os.memfd_create(f"servekit-kv-{number}"))  # inherited by workers only
-                os.ftruncate(fds[-1], config.kv_transfer_memory_bytes // num_ranks)
+            self._fds = open_memory(names, config.kv_transfer_memory_bytes // num_ranks)
         except OSError as error:
-            for fd in fds:
-                os.close(fd)
             raise ConfigError(
                 f"kv_transfer_memory_bytes = {config.kv_transfer_memory_bytes} (--kv-transfer-memory-bytes) for each "
                 f"of {config.prefill_replicas} prefill replicas cannot be reserved: {error}; lower it"
             ) from None
-        self._fds = tuple(fds)
 
     @property
     def fds(self) -> tuple[int, ...]:

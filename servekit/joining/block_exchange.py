@@ -19,7 +19,7 @@ from servekit.joining.block_receiver import BlockReceiver
 from servekit.joining.block_sender import BlockSender
 from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_settings import TransferSettings
-from servekit.protocol.block_ring import BlockRing
+from servekit.protocol.block_ring import BlockRing, open_memory
 from servekit.protocol.kv_transfer import transfer_key
 from servekit.protocol.messages import BlocksFetched, FetchBlocks, LoadModel
 
@@ -49,21 +49,14 @@ class BlockExchange:
         self._sender: BlockSender | None = None
         self._receiver: BlockReceiver | None = None
         self._warn = TransferLog().warning
-        self.fds: tuple[int, ...] = ()  # those of the outbox, one for each rank, and then those of the inbox
-        fds: list[int] = []
-        try:
-            for name in ("outbox", "inbox"):
-                for rank in range(self._num_ranks):
-                    fds.append(os.memfd_create(f"servekit-kv-{name}-{rank}"))  # inherited by the worker only
-                    os.ftruncate(fds[-1], load.kv_transfer_bytes // load.num_ranks)
+        names = (f"{name}-{rank}" for name in ("outbox", "inbox") for rank in range(self._num_ranks))
+        try:  # those of the outbox, one for each rank, and then those of the inbox
+            self.fds = open_memory(names, load.kv_transfer_bytes // load.num_ranks)
         except OSError as error:
-            for fd in fds:
-                os.close(fd)
             raise ConfigError(
                 f"{load.kv_transfer_bytes:,} bytes for handed-over KV blocks (--kv-transfer-memory-bytes of the "
                 f"server) cannot be reserved: {error.strerror}"
             ) from None
-        self.fds = tuple(fds)
 
     def apply(self, load: LoadModel) -> LoadModel:
         """Return the message that loads the model in a worker with this memory."""

@@ -18,6 +18,7 @@ import mmap
 import os
 import sys
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,23 @@ _HEADER_BYTES = 64
 _SIZE = slice(LAYOUT_BYTES + 8, LAYOUT_BYTES + 16)  # in the header: bytes of a block
 _WORD = 8  # bytes; a sum is one of 64-bit words
 _PAGE = 4096
+
+
+def open_memory(names: Iterable[str], num_bytes: int) -> tuple[int, ...]:
+    """Open one file without a name in memory for each of `names`, which only tools show. Child processes inherit them.
+
+    The memory is taken page by page when it is written. Raises OSError, and leaves no file open then.
+    """
+    fds: list[int] = []
+    try:
+        for name in names:
+            fds.append(os.memfd_create(f"servekit-kv-{name}"))
+            os.ftruncate(fds[-1], num_bytes)
+    except OSError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return tuple(fds)
 
 
 class BlockRing:

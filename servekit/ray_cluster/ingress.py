@@ -46,7 +46,7 @@ class Ingress:
         try:
             status, headers = await anext(pieces)
         except (aiohttp.ClientError, RayError, RayServeException) as error:  # the server or its node was lost
-            log.warning("a request fails, because the server that had it was lost: %s", error)
+            log.warning("a request failed: the server that computed it was lost: %s", error)
             await _refusal(WorkerLost("the server that had the request was lost. Please try again."))(
                 scope, receive, send
             )
