@@ -25,7 +25,9 @@ top: $(TERMINAL)  ## watch a server's scheduler in the terminal; ARGS="http://HO
 # Three processes for two cores, because a third of the time tests wait: for servers, workers and timeouts. One OpenMP
 # thread per process: with more, processes compete for the cores. Compiled modules are kept whatever the environment says:
 # tests start hundreds of processes, and pytest takes half of the collection to rewrite the asserts of modules.
-TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --no-loadscope-reorder
+# pytest-xdist runs a test again in another process when its process has ended, as after a timeout: once, and not always.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --no-loadscope-reorder \
+	--max-worker-restart 1
 
 test: $(DEVELOPMENT)  ## run the tests, in three processes
 	$(TEST) --dist loadfile -m "not long" $(ARGS)
