@@ -519,4 +519,4 @@ def test_memory_that_cannot_be_reserved_is_refused(monkeypatch: pytest.MonkeyPat
     num_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"--kv-transfer-memory-bytes of the server\) cannot be reserved: Cannot"):
         BlockExchange(LOAD, KEY, TransferSettings("127.0.0.1"), None, lambda _: None)
-    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert len(os.listdir("/proc/self/fd")) <= num_files, "fewer, if threads of earlier tests end only now"
