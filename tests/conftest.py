@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from operator import not_
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import settings
 from servekit.protocol.light_imports import light_imports
 from tests import pure_core
 from tests.support.server_process import ServerProcess, serving
+from tests.support.time_limit import limited
 
 TESTS = Path(__file__).parent
 
@@ -103,6 +105,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(compress(items, map(not_, is_chosen))))
         items[:] = compress(items, is_chosen)
     items.sort(key=place)
+
+
+def time_limit_of(item: pytest.Item, phase: str) -> AbstractContextManager[None]:
+    """Long tests have limits of their own."""
+    return nullcontext() if item.get_closest_marker("long") else limited(f"{phase} of {item.nodeid}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit_of(item, "the setup"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit_of(item, "the call"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit_of(item, "the teardown"):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ import ipaddress
 import re
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from servekit.errors import ConfigError, WorkerLost
 
 # To connect to the store. The ranks start at the same time, but a slow disk may take a minute to load torch.
 CONNECT_TIMEOUT_S = 300.0
+GRACE_S = 5.0  # after which torch itself should have given up
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
 
@@ -44,17 +47,26 @@ class TcpRendezvous:
         Raises ConfigError if rank 0 cannot have this address, and WorkerLost if another try may help.
         """
         listener = None if rank else self._listen()
-        timeout = timedelta(seconds=min(timeout_s, CONNECT_TIMEOUT_S))
-        try:
-            store = TCPStore(
+        connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
+
+        def connect() -> TCPStore:
+            return TCPStore(
                 self.host,
                 self.port,
                 None,
                 listener is not None,
-                timeout,
+                timedelta(seconds=connect_s),
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
             )
+
+        try:
+            store = _within(connect_s + GRACE_S, connect)
+        except TimeoutError:
+            raise WorkerLost(
+                f"rank {rank} cannot connect to rank 0 at {self.host}, port {self.port}: something listens there, and "
+                "does not answer; if another program uses it, choose another --master-port"
+            ) from None
         except dist.DistError as error:
             what = str(error).partition("\n")[0]
             raise WorkerLost(
@@ -92,6 +104,31 @@ class TcpRendezvous:
             if error.errno == errno.EADDRINUSE:  # perhaps by a process that ends now
                 raise WorkerLost(f"{what}; if another program uses it, choose another --master-port") from None
             raise ConfigError(f"{what}: --master-addr must be an address of node rank 0") from None
+
+
+def _within(limit_s: float, connect: Callable[[], TCPStore]) -> TCPStore:
+    """Return what `connect` returns, and raise what it raises. Raises TimeoutError after the limit.
+
+    torch's store limits the time to connect. But it waits without a limit for the first answer of what it has connected
+    to, and that may be another program. The thread that waits is left behind; this process ends soon.
+    """
+    found: list[TCPStore] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(connect())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="connects to the store")
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError
+    return found[0]
 
 
 def _addresses(interface: str) -> set[str]:

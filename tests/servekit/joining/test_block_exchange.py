@@ -126,6 +126,14 @@ def pairing(
         pair.close()
 
 
+def accepted(listener: socket.socket) -> socket.socket:
+    """Accept a connection. It and the wait for it have a limit of time."""
+    listener.settimeout(ENOUGH_S)
+    connected, _ = listener.accept()
+    connected.settimeout(ENOUGH_S)
+    return connected
+
+
 @contextlib.contextmanager
 def within(limit_s: float) -> Iterator[None]:
     began_s = time.monotonic()
@@ -379,7 +387,7 @@ def test_more_peers_than_there_may_be_and_more_requests_than_may_wait_are_failed
     with socket.create_server(("127.0.0.1", 0)) as silent, pairing() as pair:
         port = silent.getsockname()[1]
         pair.begin(KEYS[0], port=port)
-        connected, _ = silent.accept()
+        connected = accepted(silent)
         for number in range(1, 6):
             pair.begin(KEYS[number], port=port)
         pair.begin(KEYS[9])
@@ -412,7 +420,7 @@ def test_the_end_waits_for_no_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pairing() as pair:
         port = silent.getsockname()[1]
         pair.begin(KEYS[0], port=port)
-        connected, _ = silent.accept()
+        connected = accepted(silent)
         connected.recv(1)
         pair.receiver.close()
         assert pair.answers.get(timeout=block_receiver.CONNECT_TIMEOUT_S / 2) == BlocksFetched(1)

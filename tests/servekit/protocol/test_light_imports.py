@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+TIMEOUT_S = 120  # to import all of torch and transformers, and to compile, on a busy machine
 PARTS_NOT_USED = ("sympy", "torch._dynamo.", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
 
 
 # Arguments of the functions that answer before torch's part for symbolic sizes is imported.

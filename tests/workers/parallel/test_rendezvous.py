@@ -58,6 +58,16 @@ def test_a_rank_that_cannot_reach_the_store_says_which_address_it_tried(monkeypa
         TcpRendezvous(f"tcp://127.0.0.1:{free_port()}/{NAME}").open_store(1, 30.0)
 
 
+def test_a_program_that_listens_in_the_place_of_the_store_and_does_not_answer_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "GRACE_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"tcp://127.0.0.1:{silent.getsockname()[1]}/{NAME}"
+        with pytest.raises(WorkerLost, match=r"rank 1 .* something listens there, and does not answer"):
+            TcpRendezvous(where).open_store(1, 0.5)
+
+
 def test_ranks_that_cannot_be_connected_say_where_and_whether_another_try_may_help(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
