@@ -38,8 +38,8 @@ from servekit.api.schemas.packed_body import (
     decode_kind,
 )
 from servekit.errors import ContextTooLong, InvalidRequest, QueueFull, WorkerNotReady, shutting_down
-from servekit.inference import Tensor
 from servekit.protocol.frames import HEADER_BYTES, frame_length
+from servekit.requests.inference import Tensor
 
 # Until a body is decoded, including the wait for others and a start of the process on a busy machine.
 DECODE_TIMEOUT_S = 60.0

@@ -29,8 +29,8 @@ from servekit.engine.interface import (
 from servekit.engine.model_kind import GENERATE
 from servekit.engine.model_names import ANY_MODEL, MAX_NAME_SHOWN, listed
 from servekit.errors import InvalidRequest, WorkerNotReady
-from servekit.inference import INFER
 from servekit.protocol.prediction import PredictorKind
+from servekit.requests.inference import INFER
 from servekit.time_causes import TimeCause
 
 Conversation = list[dict[str, Any]]

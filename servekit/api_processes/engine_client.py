@@ -34,7 +34,7 @@ from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.errors import InternalError, ServekitError, WorkerNotReady
 from servekit.protocol.messages import Profiled, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.time_causes import TimeCause

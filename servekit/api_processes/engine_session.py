@@ -31,7 +31,7 @@ from servekit.engine.queue_limits import QueuePlaces
 from servekit.engine.request_state import RequestState
 from servekit.errors import ServekitError, WorkerNotReady
 from servekit.protocol.lora import LoraAdapter
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 log = logging.getLogger("servekit")

@@ -23,7 +23,7 @@ from servekit.errors import InternalError, ServekitError
 from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 Answer = TypeVar("Answer")

@@ -22,7 +22,7 @@ from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
 from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
 from servekit.parsing.chat_format import AnswerFormat
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 
 DEFAULT_PARAMS = SamplingParams()
 FULL_QUEUE_INTERVAL_S = 0.02  # how soon a request that found the queue full tries again

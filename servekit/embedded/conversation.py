@@ -13,7 +13,7 @@ from servekit.api.schemas.openai import ChatCompletionRequest
 from servekit.engine.input_processor import InputProcessor
 from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import AnswerFormat
-from servekit.request import GenerationRequest, Prompt
+from servekit.requests.generation import GenerationRequest, Prompt
 
 PLACEHOLDER = Prompt("", "messages", add_special_tokens=False)  # the template contains the special tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from servekit.errors import InvalidRequest
-from servekit.request import Prompt
+from servekit.requests.generation import Prompt
 
 # "a text", [1, 2, 3], {"prompt": "a text"} or {"prompt_token_ids": [1, 2, 3]}
 PromptInput: TypeAlias = str | Sequence[int] | Mapping[str, Any]

@@ -7,7 +7,7 @@ import msgspec
 from servekit.api.schemas.json_body import decode
 from servekit.api.schemas.native import GenerationFields
 from servekit.errors import InvalidRequest
-from servekit.request import GenerationRequest, Prompt
+from servekit.requests.generation import GenerationRequest, Prompt
 
 
 class SamplingParams(GenerationFields, kw_only=True, frozen=True, omit_defaults=True):  # type: ignore[misc]  # msgspec allows it

@@ -14,7 +14,7 @@ from servekit.engine.interface import Adapters, Engine, GeneratingEngine, ModelU
 from servekit.engine.live_view import LiveView
 from servekit.engine.request_state import RequestState
 from servekit.protocol.lora import LoraAdapter
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 
 
 class _AdaptedEngine:

@@ -25,7 +25,7 @@ from servekit.parsing.fill_in_the_middle import choose_fill_format, end_token_id
 from servekit.protocol.lora import salted
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Grammar, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Grammar, Prompt, Sampling
 from servekit.sandbox.client import Sandbox
 from servekit.sandbox.jobs import CompileGrammar, RenderChat
 from servekit.scheduler.prefix_cache import continue_chain

@@ -27,11 +27,11 @@ from servekit.engine.prediction_state import PredictionState
 from servekit.engine.request_state import RequestState
 from servekit.engine.tokenizer import Tokenizer
 from servekit.errors import ServekitError
-from servekit.inference import INFER, DecodeOutputs, InferenceRequest, Tensor
-from servekit.prediction import PredictionRequest
 from servekit.protocol.messages import Profiled, WorkerReady
 from servekit.protocol.prediction import PredictorInfo, PredictorKind, PredictorReady
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
+from servekit.requests.inference import INFER, DecodeOutputs, InferenceRequest, Tensor
+from servekit.requests.prediction import PredictionRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 
 WorkerReport = WorkerReady | PredictorReady  # what a worker reports of the model that it has loaded

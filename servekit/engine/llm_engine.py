@@ -58,7 +58,7 @@ from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config

@@ -46,7 +46,6 @@ from servekit.errors import (
 from servekit.executor.predictor_executor import FLOAT_BYTES, PredictorExecutor
 from servekit.observability.live_frames import LiveState, LiveWorker
 from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics, PredictorStats
-from servekit.prediction import ImageInput, PredictionRequest
 from servekit.protocol.prediction import (
     BatchResult,
     ImageItem,
@@ -58,6 +57,7 @@ from servekit.protocol.prediction import (
     PredictorReady,
     TextItem,
 )
+from servekit.requests.prediction import ImageInput, PredictionRequest
 from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from servekit.aio.pause_tolerant_timer import pause_tolerant_timeout
 from servekit.aio.round_robin_executor import ExecutorShutDown, RoundRobinExecutor
 from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, shutting_down
-from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import PredictorInfo, TextItem
+from servekit.requests.prediction import Input, PredictionRequest
 
 SHORT_REQUEST = 2**9  # characters of one text that is encoded on the event loop; to change threads takes longer
 LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own

@@ -20,7 +20,7 @@ from servekit.config import ServeConfig
 from servekit.errors import InvalidRequest, QueueFull
 from servekit.observability.metrics import QueueUsage
 from servekit.observability.observer import Observer
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.queued_work import QueuedCounts
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.shared_budget import SharedBudget

@@ -10,7 +10,7 @@ from servekit.engine.client_queue import ClientQueue
 from servekit.engine.detokenizer import Detokenizer
 from servekit.protocol.messages import TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.sequence import NEVER, FinishReason, Sequence
 

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from servekit.config import MODEL_SETTINGS, ServeConfig, explain_setting
 from servekit.errors import ConfigError
-from servekit.inference import INFER
 from servekit.models.names import Split
 from servekit.models.packing import DeviceUse, Keep, Workers, check_dedicated, device_uses, place
 from servekit.remote.settings import (
@@ -29,6 +28,7 @@ from servekit.remote.settings import (
     VllmSettings,
 )
 from servekit.remote.settings import TAKES as REMOTE_TAKES
+from servekit.requests.inference import INFER
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,200}\Z")]
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]

@@ -1,4 +1,4 @@
 """Measure and describe what the service does: metrics, step history, live frames, traces, the journal.
 
-May import scheduler, protocol, config, request, aio, errors.
+May import scheduler, protocol, config, requests, aio, errors.
 """

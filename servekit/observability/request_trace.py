@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.sequence import FinishReason
 
 

@@ -27,7 +27,7 @@ from servekit.parsing.tool_calls import (
     ToolFormat,
 )
 from servekit.parsing.xml_calls import GlmCalls, QwenCoderCalls
-from servekit.request import Grammar, GrammarKind
+from servekit.requests.generation import Grammar, GrammarKind
 
 HARMONY = Harmony()
 # vLLM's names, which people have in their scripts.

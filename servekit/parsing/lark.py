@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from servekit.request import Grammar
+from servekit.requests.generation import Grammar
 
 TokenId = Callable[[str], int | None]  # the id of an added token by its text; None if there is none
 

@@ -2,7 +2,7 @@
 
 A sandbox process compiles each new grammar first and reports what is wrong with it. The worker's mask process then
 compiles the same text with the same limits, and follows it token by token. The kinds of grammars that clients write are
-in servekit/request.py; servekit/sandbox/compile_grammar.py translates them.
+in servekit/requests/generation.py; servekit/sandbox/compile_grammar.py translates them.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from servekit.errors import InvalidRequest, RemoteFailed
-from servekit.inference import InferenceRequest, Tensor
 from servekit.protocol.frames import Bytes
+from servekit.requests.inference import InferenceRequest, Tensor
 
 TEXT = "BYTES"  # the datatype of texts
 MAX_NAMES_SHOWN = 20

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from servekit.errors import InvalidRequest
-from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Sampling
+from servekit.requests.generation import Chat, GenerationRequest, Grammar, GrammarKind, Sampling
 
 Dialect = Literal["openai", "vllm", "tgi"]
 Json = dict[str, Any]

@@ -39,7 +39,7 @@ from servekit.remote.sender import Attempt
 from servekit.remote.server_client import encode
 from servekit.remote.settings import OpenAISettings
 from servekit.remote.token_texts import UNKNOWN_TOKEN_ID, TokenTexts, refusal
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
 from servekit.shared_budget import SharedBudget

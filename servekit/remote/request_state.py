@@ -13,7 +13,7 @@ from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.protocol.messages import TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.remote.openai_stream import Usage
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.scheduler.sequence import FinishReason, Sequence
 
 CHARACTERS_PER_TOKEN = 4  # an estimate, until the server has counted the prompt

@@ -27,7 +27,6 @@ from servekit.errors import (
     WorkerNotReady,
     shutting_down,
 )
-from servekit.inference import INFER, DecodeOutputs, InferenceRequest, Tensor
 from servekit.observability.metrics import ModelMetrics
 from servekit.protocol.frames import Bytes
 from servekit.remote.circuit_breaker import Outcome
@@ -37,6 +36,7 @@ from servekit.remote.remote_model import RemoteModel
 from servekit.remote.sender import Attempt
 from servekit.remote.server_client import read_up_to
 from servekit.remote.settings import TritonSettings
+from servekit.requests.inference import INFER, DecodeOutputs, InferenceRequest, Tensor
 
 log = logging.getLogger("servekit")
 

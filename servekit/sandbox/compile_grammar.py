@@ -1,7 +1,7 @@
 """Translate and check grammars for answers with llguidance, within limits of time. Runs only in a sandbox process.
 
-To add a kind of grammar, add it to `GrammarKind` in servekit/request.py, translate it in `_translate` here, and let the
-schemas in servekit/api/schemas/ accept it.
+To add a kind of grammar, add it to `GrammarKind` in servekit/requests/generation.py, translate it in `_translate` here,
+and let the schemas in servekit/api/schemas/ accept it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from servekit.protocol.grammar_matcher import matcher_for
-from servekit.request import Grammar, GrammarKind
+from servekit.requests.generation import Grammar, GrammarKind
 from servekit.sandbox.jobs import CompileGrammar, Done, Outcome, Refused
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import msgspec
 
 from servekit.protocol.child_process import die_with_parent, ignore_signals
 from servekit.protocol.light_imports import light_imports
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from servekit.sandbox.jobs import (
     CompileGrammar,
     End,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from servekit.request import Grammar, GrammarKind
+from servekit.requests.generation import Grammar, GrammarKind
 
 MESSAGES_PER_PIECE = 64
 PIECE_CHARACTERS = 2**15  # of one text; encoding them takes a tenth of a millisecond

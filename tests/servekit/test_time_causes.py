@@ -6,7 +6,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from servekit.request import GenerationRequest, Sampling
+from servekit.requests.generation import GenerationRequest, Sampling
 from servekit.time_causes import MAX_BLOCKED_WRITES, MEANINGS, RequestTimes, TimeCause
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from tests.support.drafters import RandomDrafter
 from tests.support.inprocess import InProcessEngine, load
 from tests.workers.runner.test_cuda_graphs import Repeated

@@ -15,7 +15,7 @@ from servekit.api.schemas.openai import ChatCompletionRequest
 from servekit.engine.interface import GeneratingEngine
 from servekit.engine.request_state import RequestState
 from servekit.parsing.chat_format import PARSED_ANSWERS, AnswerFormat
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 
 Conversation = list[dict[str, Any]]  # messages as chat templates expect them
 

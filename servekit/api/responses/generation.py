@@ -22,7 +22,7 @@ from servekit.api.responses.http import respond_at_length
 from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import EventFormat, EventStream
 from servekit.engine.request_state import RequestState
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.time_causes import RequestTimes, TimeCause
 
 Result = TypeVar("Result")

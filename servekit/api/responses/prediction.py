@@ -27,9 +27,9 @@ from servekit.engine.caller import Caller
 from servekit.engine.interface import InferringEngine, PredictingEngine
 from servekit.engine.prediction_state import PredictionState
 from servekit.errors import RemoteFailed
-from servekit.inference import DecodeOutputs, InferenceRequest, Tensor
-from servekit.prediction import Input, PredictionRequest
 from servekit.protocol.prediction import Activation, PredictorInfo, PredictorKind
+from servekit.requests.inference import DecodeOutputs, InferenceRequest, Tensor
+from servekit.requests.prediction import Input, PredictionRequest
 
 MANY_INPUTS = 2**8
 BYTES_PER_NUMBER = 24  # of an answer: four as they are computed, and up to twenty as JSON

@@ -58,8 +58,8 @@ from servekit.api.schemas.predictions import (
 )
 from servekit.engine.interface import infers, predicts
 from servekit.errors import InvalidRequest, RequestTooLarge
-from servekit.prediction import PredictionRequest
 from servekit.protocol.prediction import Activation, PredictorKind
+from servekit.requests.prediction import PredictionRequest
 
 FORM_PIECE_BYTES = 2**18  # of a form that are read at a time, so that the event loop is not held
 

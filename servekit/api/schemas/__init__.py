@@ -1,4 +1,4 @@
 """Define and check request and response bodies, one module for each API. Pure: bytes and values in, values out.
 
-May import request, scheduler.sequence and errors.
+May import requests, scheduler.sequence and errors.
 """

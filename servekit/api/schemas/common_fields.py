@@ -2,8 +2,9 @@
 
 Every field may be null, which is the same as leaving it out: clients send unset options as null.
 
-To add a sampling parameter, add a field of the same name to `CommonFields` and to `Sampling` (servekit/request.py);
-`common` passes it on. docs/contributing.md names the other files. Any other field is also added to `common`.
+To add a sampling parameter, add a field of the same name to `CommonFields` and to `Sampling`
+(servekit/requests/generation.py); `common` passes it on. docs/contributing.md names the other files. Any other field is
+also added to `common`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from servekit.errors import InvalidRequest
 from servekit.protocol.sampling_params import MAX_TOP_LOGPROBS
 from servekit.protocol.speculative_config import MAX_DRAFTS
-from servekit.request import Sampling
+from servekit.requests.generation import Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_ANSWERS = 128

@@ -21,7 +21,7 @@ from servekit.api.schemas.common_fields import (
     num_computed,
 )
 from servekit.errors import InvalidRequest
-from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.requests.generation import GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.scheduler.explanation import Explanation
 from servekit.scheduler.sequence import FinishReason
 

@@ -22,7 +22,7 @@ from servekit.api.schemas.openai import (
     Tool,
 )
 from servekit.errors import InvalidRequest
-from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.requests.generation import GenerationRequest, Grammar, GrammarKind, Prompt
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 

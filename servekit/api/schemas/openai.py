@@ -26,7 +26,7 @@ from servekit.api.schemas.common_fields import (
 from servekit.api.schemas.json_body import is_shallow
 from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import AnswerFormat, Function, ToolUse
-from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.requests.generation import Chat, GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.scheduler.explanation import Explanation
 from servekit.scheduler.sequence import FinishReason
 

@@ -36,7 +36,7 @@ from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiRequest, decode_tgi
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest, RequestError, prompt_too_long
-from servekit.inference import Tensor
+from servekit.requests.inference import Tensor
 
 # A body of this size takes at most 3 ms to decode, to check and to free, whatever it contains.
 MAX_INLINE_BYTES = 2**16

@@ -15,8 +15,8 @@ from msgspec import Meta, Raw, Struct
 
 from servekit.api.schemas.common_fields import MAX_PROMPTS, Count, Milliseconds, TokenId, described
 from servekit.errors import InvalidRequest
-from servekit.inference import InferenceRequest, Tensor
-from servekit.prediction import ImageInput, Input, PredictionRequest
+from servekit.requests.inference import InferenceRequest, Tensor
+from servekit.requests.prediction import ImageInput, Input, PredictionRequest
 
 Texts = str | list[str]
 Model = Annotated[str | None, described("the served model's name")]

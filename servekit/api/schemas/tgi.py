@@ -15,7 +15,7 @@ from servekit.api.schemas.common_fields import CommonFields, Count, NumAnswers, 
 from servekit.api.schemas.json_body import MAX_BODY_DECODED_TWICE, decode
 from servekit.api.schemas.native import GrammarField
 from servekit.errors import InvalidRequest
-from servekit.request import GenerationRequest, Prompt
+from servekit.requests.generation import GenerationRequest, Prompt
 from servekit.scheduler.sequence import FinishReason
 
 

@@ -11,7 +11,7 @@ from servekit.engine.client_queue import ClientQueue
 from servekit.engine.detokenizer import NullDetokenizer
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import RequestNotFound
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
 from servekit.time_causes import RequestTimes
 from tests.support.scheduler import make_sequence

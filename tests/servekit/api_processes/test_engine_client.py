@@ -13,7 +13,7 @@ from servekit.api_processes.engine_client import EngineClient
 from servekit.api_processes.remote_adapters import RemoteAdapters
 from servekit.config import ServeConfig
 from servekit.errors import InternalError, WorkerNotReady
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 
 
 def make_client() -> tuple[EngineClient, list[Struct]]:

@@ -35,7 +35,7 @@ from servekit.observability.live_frames import LiveState
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 from servekit.protocol.messages import ModelInfo, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence
 

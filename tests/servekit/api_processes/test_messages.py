@@ -22,7 +22,7 @@ from servekit.engine.profiling import ProfilerRefuses
 from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import ModelInfo, TokenLogprobs, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
 

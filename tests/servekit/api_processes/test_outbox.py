@@ -14,7 +14,7 @@ from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import WorkerLost
 from servekit.protocol.messages import TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason, Sequence
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from servekit import SamplingParams
 from servekit.errors import InvalidRequest
-from servekit.request import GrammarKind, Prompt
+from servekit.requests.generation import GrammarKind, Prompt
 
 PROMPT = Prompt("a text", "prompt")
 

@@ -28,7 +28,7 @@ from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
 from servekit.protocol.messages import StepFailed, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.commands import AddSequence, Finish, Operation, Outcome
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.workload_manager import WorkloadManager

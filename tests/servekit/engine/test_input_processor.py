@@ -18,7 +18,7 @@ from servekit.engine.input_processor import MAX_PREDICTION_TOKENS, TOKENS_PER_SL
 from servekit.engine.model_files import DEMO_MODEL_PATH, find_chat_template
 from servekit.engine.tokenizer import load_tokenizer
 from servekit.errors import ContextTooLong, InvalidRequest
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.sandbox.jobs import RenderChat
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.scheduler_config import SchedulerConfig

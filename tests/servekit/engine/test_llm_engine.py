@@ -15,7 +15,7 @@ from servekit.engine.request_state import RequestState
 from servekit.errors import InvalidRequest, QueueFull, WorkerNotReady
 from servekit.protocol.messages import TokenLogprobs
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.queued_work import QueuedWork
 from tests.support.scheduler import make_manager
 

@@ -13,7 +13,7 @@ from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import InvalidRequest, WorkerLost
 from servekit.observability.observer import Observer
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.commands import Finish
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.scheduler.step import SequenceToken

@@ -24,8 +24,8 @@ from servekit.errors import (
     WorkerLost,
     WorkerNotReady,
 )
-from servekit.prediction import ImageInput, PredictionRequest
 from servekit.protocol.prediction import PredictorKind
+from servekit.requests.prediction import ImageInput, PredictionRequest
 from tests.support.local_predictor import LocalExecutor, local_engine
 from tests.support.predictor_checkpoints import TEXTS, make_embedder
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
 from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, ServekitError
-from servekit.prediction import PredictionRequest
 from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
+from servekit.requests.prediction import PredictionRequest
 from tests.support.predictor_checkpoints import CLS, PAIRS, SEP, TEXTS, VOCAB, make_tokenizer
 
 LIMIT = 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from servekit.config import ServeConfig
 from servekit.engine.queue_limits import MAX_RETRY_AFTER_S, QueueLimits, QueuePlaces
 from servekit.errors import InvalidRequest, QueueFull
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.queued_work import QueuedWork
 from servekit.scheduler.sequence import FinishReason
 from tests.support.scheduler import make_sequence

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.observability.request_trace import AnswerTrace, RequestTrace
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason
 
 ENDED_S = 20.0

@@ -24,7 +24,7 @@ from servekit.parsing.chat_format import (
 )
 from servekit.parsing.lark import Lark
 from servekit.parsing.reasoning import NoReasoning
-from servekit.request import Grammar, GrammarKind
+from servekit.requests.generation import Grammar, GrammarKind
 from tests.support.chat_answers import TOOLS, answer_format, chat_format, events_of, message, parse, split
 
 Found = dict[str, Any]

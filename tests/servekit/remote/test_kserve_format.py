@@ -9,8 +9,8 @@ import pytest
 from msgspec import Raw
 
 from servekit.errors import InvalidRequest, RemoteFailed
-from servekit.inference import InferenceRequest, Tensor
 from servekit.remote.kserve_format import ModelInfo, TensorInfo, read_answer, read_model_info, write_request
+from servekit.requests.inference import InferenceRequest, Tensor
 
 
 def info(*inputs: TensorInfo) -> ModelInfo:

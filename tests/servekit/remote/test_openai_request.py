@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from servekit.errors import InvalidRequest
 from servekit.remote.openai_request import Dialect, RemoteRequest, as_openai_writes, check_supported, write_requests
-from servekit.request import Chat, GenerationRequest, Grammar, GrammarKind, Prompt, Sampling
+from servekit.requests.generation import Chat, GenerationRequest, Grammar, GrammarKind, Prompt, Sampling
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 

@@ -33,7 +33,7 @@ from servekit.remote.circuit_breaker import State
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.server_client import ServerClient
 from servekit.remote.settings import OpenAISettings
-from servekit.request import GenerationRequest, Prompt, Sampling
+from servekit.requests.generation import GenerationRequest, Prompt, Sampling
 from servekit.scheduler.sequence import FinishReason
 from tests.support.asgi import Answer, ask
 from tests.support.pauses import pause

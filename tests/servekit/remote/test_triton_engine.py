@@ -28,13 +28,13 @@ from servekit.errors import (
     ServekitError,
     WorkerNotReady,
 )
-from servekit.inference import InferenceRequest, Tensor
 from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
 from servekit.remote.circuit_breaker import State
 from servekit.remote.kserve_format import read_answer
 from servekit.remote.settings import TritonSettings
 from servekit.remote.triton_engine import MAX_INLINE_BYTES, TritonEngine
+from servekit.requests.inference import InferenceRequest, Tensor
 from tests.support.asgi import Answer, ask, bearer
 from tests.support.pauses import pause
 from tests.support.triton_server import TritonServer, triton_server

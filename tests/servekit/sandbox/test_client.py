@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 import servekit.sandbox.client as sandbox_module
 from servekit.engine.model_files import DEMO_MODEL_PATH, find_chat_template
 from servekit.errors import InternalError, InvalidRequest, QueueFull, SandboxUnavailable, WorkerNotReady
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from servekit.sandbox import forked_process
 from servekit.sandbox.client import MAX_WAITING, NUM_QUICK, Sandbox
 from servekit.sandbox.forked_process import ForkedProcess, ForkServer

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.parsing.chat_format import REASONING_FORMATS, TOOL_FORMATS, Function, ToolUse, choose_chat_format
 from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
-from servekit.request import Grammar, GrammarKind
+from servekit.requests.generation import Grammar, GrammarKind
 from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done, Outcome, Refused
 from tests.support.chat_answers import events_of, message

@@ -7,7 +7,7 @@ from math import ceil
 import msgspec
 import pytest
 
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from servekit.sandbox.jobs import MESSAGES_PER_PIECE, PIECE_CHARACTERS, CompileGrammar, Job, RenderChat, encode_job
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done
 from tests.support.server_process import ServerProcess

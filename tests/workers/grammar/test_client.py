@@ -14,7 +14,7 @@ import pytest
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from tests.support import proc
 from tests.workers.grammar.test_matchers import compiled
 from workers.grammar import client

@@ -21,7 +21,7 @@ from servekit.engine.tokenizer import load_tokenizer
 from servekit.protocol.grammar_matcher import grammar_tokenizer, matcher_for
 from servekit.protocol.messages import SlotAssignment
 from servekit.protocol.sampling_params import SamplingParams
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from servekit.sandbox.compile_grammar import compile_grammar
 from servekit.sandbox.jobs import CompileGrammar, Done
 from servekit.scheduler.sequence import FinishReason, Sequence

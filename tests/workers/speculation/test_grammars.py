@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
-from servekit.request import GrammarKind
+from servekit.requests.generation import GrammarKind
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.drafters import HostileDrafter, OracleDrafter, RandomDrafter, WatchingDrafter
 from tests.support.inprocess import InProcessEngine, load

@@ -20,7 +20,7 @@ from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.engine.llm_engine import LLMEngine
 from servekit.errors import QueueFull
-from servekit.request import GenerationRequest
+from servekit.requests.generation import GenerationRequest
 from servekit.server.keys_file import read_keys
 from tests.support.asgi import (
     CONSOLE,

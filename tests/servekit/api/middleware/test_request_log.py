@@ -13,7 +13,7 @@ from servekit.api.responses.sse import SERVER_SENT_EVENTS, EventStream
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.errors import WorkerLost
-from servekit.request import GenerationRequest, Sampling
+from servekit.requests.generation import GenerationRequest, Sampling
 from tests.support.asgi import (
     KEY,
     Log,

@@ -8,8 +8,8 @@ from array import array
 import pytest
 
 from servekit.api.responses.prediction import answer_bytes, base64_of, floats
-from servekit.prediction import PredictionRequest
 from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
+from servekit.requests.prediction import PredictionRequest
 
 EMBEDDER = PredictorInfo(PredictorKind.EMBED, Modality.TEXT, "Bert", 1, 100, 512, dimensions=1024)
 

@@ -18,7 +18,7 @@ from servekit.config import ServeConfig
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.request_state import RequestState
-from servekit.request import GenerationRequest, Sampling
+from servekit.requests.generation import GenerationRequest, Sampling
 from servekit.scheduler.sequence import FinishReason
 from tests.support.asgi import make_scope
 from tests.support.timing import until

@@ -11,7 +11,7 @@ from servekit.api.schemas.json_body import decode
 from servekit.api.schemas.openai import ChatCompletionRequest
 from servekit.errors import InvalidRequest
 from servekit.parsing.chat_format import Function, ToolUse, choose_chat_format
-from servekit.request import Chat
+from servekit.requests.generation import Chat
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}}

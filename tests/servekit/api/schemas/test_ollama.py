@@ -10,7 +10,7 @@ import pytest
 from servekit.api.schemas.json_body import decode
 from servekit.api.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 from servekit.errors import InvalidRequest
-from servekit.request import Grammar, GrammarKind
+from servekit.requests.generation import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}

@@ -21,8 +21,8 @@ from servekit.api.schemas.predictions import (
     inputs_of,
 )
 from servekit.errors import InvalidRequest
-from servekit.inference import InferenceRequest
-from servekit.prediction import ImageInput, PredictionRequest
+from servekit.requests.inference import InferenceRequest
+from servekit.requests.prediction import ImageInput, PredictionRequest
 
 
 def converted(kind: Any, body: bytes) -> PredictionRequest:

@@ -23,7 +23,7 @@ from servekit.api.schemas.responses_api import ResponsesRequest
 from servekit.api.schemas.tgi import TgiParameters, TgiRequest, tgi_param
 from servekit.api.schemas.tokens import DetokenizeRequest, TgiTokenizeRequest, TokenizeRequest
 from servekit.errors import InvalidRequest
-from servekit.request import GenerationRequest, Grammar, GrammarKind, Prompt
+from servekit.requests.generation import GenerationRequest, Grammar, GrammarKind, Prompt
 from servekit.scheduler.sequence import FinishReason
 
 Json = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from msgspec import Raw
 
-from servekit.inference import InferenceRequest, Tensor
+from servekit.requests.inference import InferenceRequest, Tensor
 
 
 def test_tensors_are_one_input_and_each_text_is_one() -> None:
