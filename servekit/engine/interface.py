@@ -9,7 +9,7 @@ implements the same methods. Methods that may have to ask another process are co
 they return without waiting.
 
 `Models` has all models of a server. In a server with one model, its engine implements it (`OneModel`), and with several
-models, the ModelManager (servekit.models).
+models, SeveralModels (servekit.models).
 """
 
 from __future__ import annotations

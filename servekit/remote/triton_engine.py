@@ -2,7 +2,7 @@
 
 It uses KServe's protocol V2 over HTTP, so other servers with this protocol work, too. With `model_control_mode =
 "explicit"` the model is loaded there when it is loaded here, and unloaded there when it is unloaded here. A server that
-does not have the model any more ends this engine: the ModelManager loads it again.
+does not have the model any more ends this engine: SeveralModels loads it again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Requests go to it as to a remote server: through a socket file, by OpenAI's API with vLLM's parameters. This interface
 stays the same in all releases of vLLM, and vLLM may need other versions of Python, torch or transformers than this
-server. If vLLM ends by itself, this engine ends, and the ModelManager starts it again.
+server. If vLLM ends by itself, this engine ends, and SeveralModels starts it again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from servekit.config import ServeConfig, doubts, non_default
 from servekit.engine.llm_engine import LLMEngine
 from servekit.engine.make_engine import AnyEngine
 from servekit.engine.predictor_engine import PredictorEngine
-from servekit.models.manager import ModelManager
+from servekit.models.several_models import SeveralModels
 from servekit.observability.gpu_metrics import GpuCollector, watch_gpus
 from servekit.observability.metrics import Metrics, SeveralModelsMetrics
 from servekit.observability.process_metrics import Children, watch_event_loop, watch_processes
@@ -70,7 +70,7 @@ def watching(
             task.cancel()
 
 
-async def start_and_watch(engine: AnyEngine | ModelManager, begin: Callable[[], Awaitable[str]]) -> None:
+async def start_and_watch(engine: AnyEngine | SeveralModels, begin: Callable[[], Awaitable[str]]) -> None:
     """Start the engine, or several, then begin to serve, and return when it has ended. Raises its failure.
 
     `begin` returns the server's URL when clients are served.
@@ -145,7 +145,7 @@ def doubts_about_blocks(max_total_tokens: int, block_size: int) -> list[str]:
     ]
 
 
-def announce_models(manager: ModelManager, url: str) -> None:
+def announce_models(manager: SeveralModels, url: str) -> None:
     """Log that a server with several models is ready, and what they are."""
     for model in manager.models:
         entry, config = model.spec.entry, model.config

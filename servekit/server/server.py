@@ -22,8 +22,8 @@ from servekit.config import ServeConfig
 from servekit.engine.interface import Service
 from servekit.engine.make_engine import AnyEngine, make_engine
 from servekit.errors import ConfigError, shutting_down
-from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile
+from servekit.models.several_models import SeveralModels
 from servekit.observability.metrics import Metrics, SeveralModelsMetrics
 from servekit.protocol.child_process import ignore_signals
 from servekit.server.http_protocol import LimitedHttpProtocol, limited_protocol
@@ -53,16 +53,16 @@ async def _serve(config: ServeConfig, model_file: ModelFile | None) -> int:
     keys_of_file = read_keys(config)
     tracing = connect_tracing(config)
     listener = bind(config)
-    engine: AnyEngine | ModelManager  # each is the `Models` of the server
+    engine: AnyEngine | SeveralModels  # each is the `Models` of the server
     if model_file is None:
         engine = make_engine(config)
         metrics: Metrics | SeveralModelsMetrics = engine.server_metrics
     else:
-        engine = ModelManager(config, model_file)
+        engine = SeveralModels(config, model_file)
         metrics = engine.metrics
     app = create_app(engine, keys_of_file, None if tracing is None else tracing.record)
     server = Server(app, engine)
-    replace_models = engine.replace_file if isinstance(engine, ModelManager) else None
+    replace_models = engine.replace_file if isinstance(engine, SeveralModels) else None
     reload = KeysReload(partial(replace_keys, app), config, replace_models)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup sets this
     if reload.has_file or not is_ignored:
@@ -86,7 +86,9 @@ async def _serve(config: ServeConfig, model_file: ModelFile | None) -> int:
     return 0
 
 
-async def _supervise(engine: AnyEngine | ModelManager, app: Starlette, server: Server, listener: socket.socket) -> None:
+async def _supervise(
+    engine: AnyEngine | SeveralModels, app: Starlette, server: Server, listener: socket.socket
+) -> None:
     """Start the engine and listen, and end the server when the engine fails. Raises the engine's failure."""
 
     async def begin() -> str:

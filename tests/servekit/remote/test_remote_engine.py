@@ -26,8 +26,8 @@ from servekit.errors import (
     ServekitError,
     WorkerNotReady,
 )
-from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
+from servekit.models.several_models import SeveralModels
 from servekit.remote import token_texts
 from servekit.remote.circuit_breaker import State
 from servekit.remote.remote_engine import RemoteEngine
@@ -151,7 +151,7 @@ async def app(remote: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     remote = {{ url = "{remote.url}/v1", api_key_env = "KEY_OF_REMOTE", dialect = "vllm" }}
     """
     config = ServeConfig(models="models.toml")
-    manager = ModelManager(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"))
+    manager = SeveralModels(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"))
     await manager.start()
     yield create_app(manager)
     await manager.stop()

@@ -28,8 +28,8 @@ from servekit.errors import (
     ServekitError,
     WorkerNotReady,
 )
-from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
+from servekit.models.several_models import SeveralModels
 from servekit.remote.circuit_breaker import State
 from servekit.remote.kserve_format import read_answer
 from servekit.remote.settings import TritonSettings
@@ -125,7 +125,7 @@ async def app(triton: TritonServer) -> AsyncIterator[Starlette]:
     remote = {{ url = "{triton.url}" }}
     """
     config = ServeConfig(models="models.toml")
-    manager = ModelManager(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"))
+    manager = SeveralModels(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"))
     await manager.start()
     yield create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
     await manager.stop()
@@ -276,7 +276,7 @@ async def test_model_that_the_server_lost_is_loaded_again() -> None:
         """
         config = ServeConfig(models="models.toml")
         now_s = 0.0
-        manager = ModelManager(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"), lambda: now_s)
+        manager = SeveralModels(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"), lambda: now_s)
         await manager.start()
         model = manager.find("here", Caller())
         engine: Any = model.engine

@@ -20,8 +20,8 @@ from servekit.api.app import create_app
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerNotReady
-from servekit.models.manager import ModelManager
 from servekit.models.model_file import parse_model_file
+from servekit.models.several_models import SeveralModels
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.settings import VllmSettings
 from servekit.remote.vllm_engine import VllmEngine, visible_devices
@@ -48,9 +48,9 @@ def file_with(told: Path, more: str = "") -> str:
     """
 
 
-def manager_of(toml: str, clock: Any = time.monotonic) -> ModelManager:
+def manager_of(toml: str, clock: Any = time.monotonic) -> SeveralModels:
     config = ServeConfig(models="models.toml")
-    return ModelManager(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"), clock)
+    return SeveralModels(config, parse_model_file(toml.encode(), "models.toml", config, "cpu"), clock)
 
 
 async def complete(app: Starlette, prompt: str = "x", model: str = "here", **fields: Any) -> Answer:

@@ -17,9 +17,9 @@ from servekit.engine.caller import Caller
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull, WorkerNotReady
 from servekit.models import manager as manager_module
-from servekit.models.manager import ModelManager
 from servekit.models.model_file import ModelFile, ModelSpec, parse_model_file
 from servekit.models.read_file import estimated_bytes, with_kinds
+from servekit.models.several_models import SeveralModels
 from tests.support.asgi import Answer, ask, bearer
 
 KEYS = """
@@ -58,12 +58,12 @@ def parsed(text: str = MODELS) -> ModelFile:
 
 
 @pytest.fixture
-def manager() -> ModelManager:
-    return ModelManager(CONFIG, parsed())
+def manager() -> SeveralModels:
+    return SeveralModels(CONFIG, parsed())
 
 
 @pytest.fixture
-def app(manager: ModelManager) -> Starlette:
+def app(manager: SeveralModels) -> Starlette:
     return create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
 
 
@@ -111,7 +111,7 @@ async def test_only_admin_keys_manage_models(app: Starlette) -> None:
 
 
 async def test_alias_is_divided_anew_by_one_call_and_rolled_back_by_another(
-    app: Starlette, manager: ModelManager
+    app: Starlette, manager: SeveralModels
 ) -> None:
     callers = [Caller("law", request_id=f"r{number}") for number in range(50)]
     answer = await post(app, "/v1/aliases/canary", "of-operator", models={"open": 0, "secret": 1})
@@ -137,7 +137,7 @@ async def test_rollback_keeps_what_requests_stay_at_their_model_by(app: Starlett
 
 
 async def test_operators_remove_an_alias() -> None:
-    manager = ModelManager(CONFIG, parsed('default = "both"\n' + MODELS))
+    manager = SeveralModels(CONFIG, parsed('default = "both"\n' + MODELS))
     app = create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
     await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1})
     assert (await ask(app, "DELETE", "/v1/aliases/canary", bearer("of-law"))).status == 403
@@ -154,14 +154,14 @@ async def test_operators_remove_an_alias() -> None:
 
 
 def test_key_keeps_its_model_and_anonymous_requests_are_divided_one_by_one() -> None:
-    manager = ModelManager(CONFIG, parsed(MODELS.replace('tenants = ["law"]', "")))
+    manager = SeveralModels(CONFIG, parsed(MODELS.replace('tenants = ["law"]', "")))
     for tenant in ("law", "search"):
         names = {manager.find("both", Caller(tenant, request_id=str(number))).name for number in range(30)}
         assert len(names) == 1
     assert len({manager.find("both", Caller(request_id=str(number))).name for number in range(30)}) == 2
 
 
-def test_name_of_any_model_is_the_default_one(manager: ModelManager) -> None:
+def test_name_of_any_model_is_the_default_one(manager: SeveralModels) -> None:
     for name in (None, "", "dummy", "tgi", "open"):
         assert manager.find(name, SEARCH).name == "open"
     with pytest.raises(ModelNotFound, match="This server has 'open', 'secret', 'hidden', 'both'"):
@@ -198,7 +198,7 @@ async def test_what_is_loaded_is_what_the_packing_said(caplog: pytest.LogCapture
     file = parsed(PACKED)
     first, second = file.device_uses
     assert [[each.name for each in use.models] for use in (first, second)] == [["own"], ["a", "b", "kept"]]
-    manager = ModelManager(CONFIG, file)
+    manager = SeveralModels(CONFIG, file)
     with caplog.at_level("INFO", logger="servekit"):
         await manager.start()
     try:
@@ -225,7 +225,7 @@ async def test_memory_that_a_worker_has_measured_takes_the_place_of_the_estimate
     file = with_kinds(parse_model_file(text.encode(), "models.toml", CONFIG, "cpu", estimated_bytes), "models.toml")
     estimates = {spec.id: spec.memory["cpu"] for spec in file.models}
     assert estimates["secret"] == 1 and 4e8 < estimates["open"] < 5e8
-    manager = ModelManager(CONFIG, file)
+    manager = SeveralModels(CONFIG, file)
     try:
         for name in estimates:
             await manager.load_model(name)
@@ -269,7 +269,7 @@ class Measuring:
 def measuring(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Let all engines be such, which start when the event is set."""
     may_start = asyncio.Event()
-    monkeypatch.setattr(ModelManager, "_make_engine", lambda _, model: Measuring(model.spec, may_start))
+    monkeypatch.setattr(SeveralModels, "_make_engine", lambda _, model: Measuring(model.spec, may_start))
     return may_start
 
 
@@ -292,7 +292,7 @@ async def test_model_that_takes_more_than_there_is_can_be_loaded_after_the_file_
     measuring: asyncio.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     measuring.set()
-    manager = ModelManager(CONFIG, estimated())
+    manager = SeveralModels(CONFIG, estimated())
     try:
         await manager.load_model("a")
         assert manager.residency.memory("a") == {"cuda:0": 100}
@@ -307,7 +307,7 @@ async def test_model_that_takes_more_than_there_is_can_be_loaded_after_the_file_
 
 
 async def test_memory_of_a_load_during_which_the_file_was_read_again_is_not_noted(measuring: asyncio.Event) -> None:
-    manager = ModelManager(CONFIG, estimated())
+    manager = SeveralModels(CONFIG, estimated())
     try:
         loading = asyncio.create_task(manager.load_model("a"))
         await asyncio.sleep(0.01)
@@ -334,7 +334,7 @@ async def test_model_that_loads_for_longer_than_a_request_may_wait_is_loaded_all
     measuring: asyncio.Event,
 ) -> None:
     clock = Clock()
-    manager = ModelManager(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
+    manager = SeveralModels(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
     model = manager.find("a", LAW)
     try:
         loading = asyncio.create_task(manager.load_model("a"))
@@ -362,7 +362,7 @@ async def test_model_that_loads_for_longer_than_a_request_may_wait_is_loaded_all
 
 async def test_operator_loads_a_model_at_once_that_requests_may_not_wait_for(measuring: asyncio.Event) -> None:
     clock = Clock()
-    manager = ModelManager(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
+    manager = SeveralModels(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
     try:
         for _ in range(2):
             measuring.clear()
@@ -380,7 +380,7 @@ async def test_operator_loads_a_model_at_once_that_requests_may_not_wait_for(mea
 async def test_first_load_is_tried_though_requests_may_wait_for_less_than_a_load_is_assumed_to_take(
     measuring: asyncio.Event,
 ) -> None:
-    manager = ModelManager(CONFIG, estimated())
+    manager = SeveralModels(CONFIG, estimated())
     manager.replace_file(estimated("max_load_wait = 2\n" + ESTIMATED))
     measuring.set()
     try:
@@ -397,7 +397,7 @@ async def test_failed_model_is_tried_at_once_when_an_operator_loads_it_or_its_se
         raise ConfigError("no such file")
 
     clock = Clock()
-    manager = ModelManager(CONFIG, estimated(), clock)
+    manager = SeveralModels(CONFIG, estimated(), clock)
     model = manager.find("a", LAW)
     measuring.set()
     try:
@@ -424,7 +424,7 @@ async def test_failed_model_is_tried_at_once_when_an_operator_loads_it_or_its_se
 
 
 async def test_requests_that_wait_for_a_model_are_refused_when_the_server_drains(measuring: asyncio.Event) -> None:
-    manager = ModelManager(CONFIG, estimated())
+    manager = SeveralModels(CONFIG, estimated())
     try:
         waiting = asyncio.create_task(manager.find("a", LAW).wait_for_use(LAW))
         await asyncio.sleep(0)
@@ -454,7 +454,7 @@ async def test_request_whose_time_ends_when_its_model_is_removed_is_told_that_th
         return limits[-1]
 
     measuring.set()
-    manager = ModelManager(CONFIG, estimated(both))
+    manager = SeveralModels(CONFIG, estimated(both))
     try:
         await manager.load_model("a")
         use = await manager.find("a", LAW).wait_for_use(LAW)
@@ -476,7 +476,7 @@ async def test_model_that_recovers_makes_a_server_unready_only_if_it_should_be_l
     measuring: asyncio.Event, is_kept: bool
 ) -> None:
     measuring.set()
-    manager = ModelManager(CONFIG, estimated(ESTIMATED.replace("on_demand", "always" if is_kept else "on_demand")))
+    manager = SeveralModels(CONFIG, estimated(ESTIMATED.replace("on_demand", "always" if is_kept else "on_demand")))
     try:
         await manager.start()
         await manager.load_model("a")
@@ -486,7 +486,7 @@ async def test_model_that_recovers_makes_a_server_unready_only_if_it_should_be_l
 
 
 async def test_no_tenant_takes_all_places_of_those_that_wait_for_a_model(measuring: asyncio.Event) -> None:
-    manager = ModelManager(CONFIG, estimated(ESTIMATED + "max_num_queued_reqs = 4\n"))
+    manager = SeveralModels(CONFIG, estimated(ESTIMATED + "max_num_queued_reqs = 4\n"))
     model = manager.find("a", LAW)
     try:
         waiting = [asyncio.create_task(model.wait_for_use(SEARCH)) for _ in range(2)]
@@ -507,7 +507,7 @@ async def test_no_tenant_takes_all_places_of_those_that_wait_for_a_model(measuri
         await manager.stop()
 
 
-async def test_new_file_adds_removes_and_renames_models(manager: ModelManager) -> None:
+async def test_new_file_adds_removes_and_renames_models(manager: SeveralModels) -> None:
     first = manager.find("open", LAW)
     text = (
         MODELS.replace('id = "secret"', 'id = "new"').replace("secret = 1", "new = 3").replace('["law"]', '["search"]')
@@ -523,7 +523,7 @@ async def test_new_file_adds_removes_and_renames_models(manager: ModelManager) -
     assert manager.divided() == {"both": {"open": 1.0, "new": 3.0}}
 
 
-def test_metrics_have_each_family_once(manager: ModelManager) -> None:
+def test_metrics_have_each_family_once(manager: SeveralModels) -> None:
     manager.find("secret", LAW)
     lines = manager.metrics.render().decode().splitlines()
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
@@ -555,7 +555,7 @@ keep = "on_demand"
 
 
 async def test_request_without_a_name_gets_the_first_model_of_its_kind_that_it_may_use() -> None:
-    manager = ModelManager(CONFIG, parsed(KINDS))
+    manager = SeveralModels(CONFIG, parsed(KINDS))
     assert [each.kind for each in manager.models] == ["generate", "embed", "embed"]
     for kind, of_law, of_search in (
         (None, "chat", "chat"),
@@ -581,14 +581,14 @@ name = "try"
 models = { chat = 1 }
 mirror = "new"
 """
-    manager = ModelManager(CONFIG, parsed(text + split))
+    manager = SeveralModels(CONFIG, parsed(text + split))
     for name in (None, "", "try"):
         assert manager.mirror_of(name, LAW, "generate") == "new"
     assert manager.mirror_of(None, LAW, "embed") is None and manager.mirror_of("chat", LAW, "generate") is None
 
 
 async def test_manager_says_whether_requests_wait_until_a_model_is_loaded(measuring: asyncio.Event) -> None:
-    manager = ModelManager(CONFIG, estimated())
+    manager = SeveralModels(CONFIG, estimated())
     try:
         loading = asyncio.create_task(manager.load_model("a"))
         await asyncio.sleep(0.01)
@@ -601,7 +601,7 @@ async def test_manager_says_whether_requests_wait_until_a_model_is_loaded(measur
 
 
 async def test_refusal_of_a_model_of_another_kind_names_those_that_the_key_may_use() -> None:
-    app = create_app(ModelManager(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
+    app = create_app(SeveralModels(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
     for key, names in (("of-law", "'embedder', 'other-embedder'"), ("of-search", "'other-embedder'")):
         answer = await post(app, "/v1/embeddings", key, model="chat", input="x")
         assert answer.status == 400 and answer.error["code"] == "not_supported"
@@ -619,7 +619,7 @@ def test_adapters_of_a_model_that_generates_no_text_are_refused(setting: str) ->
 async def test_alias_stands_for_models_of_one_kind() -> None:
     with pytest.raises(ConfigError, match="alias 'mixed': its models must be of one kind"):
         parsed(KINDS + '[[alias]]\nname = "mixed"\nmodels = { chat = 1, embedder = 1 }\n')
-    app = create_app(ModelManager(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
+    app = create_app(SeveralModels(CONFIG, parsed(KINDS)), parse_keys_file(KEYS.encode(), "keys.toml"))
     answer = await post(app, "/v1/aliases/mixed", "of-operator", models={"chat": 1, "embedder": 1})
     assert answer.status == 400 and "'chat' of kind generate and 'embedder' of kind embed" in answer.error["message"]
 
@@ -661,7 +661,7 @@ def test_each_name_stands_for_one_model_alias_or_adapter(more: str, message: str
 
 @pytest.mark.parametrize("name", ["sql", "base", "other-name", "dummy"])
 def test_alias_that_an_operator_makes_hides_no_other_name(name: str) -> None:
-    manager = ModelManager(CONFIG, parsed(ADAPTERS))
+    manager = SeveralModels(CONFIG, parsed(ADAPTERS))
     with pytest.raises(InvalidRequest, match="choose another name"):
         manager.divide(name, {"base": 1.0}, "key")
     manager.divide("free", {"base": 1.0}, "key")
@@ -669,7 +669,7 @@ def test_alias_that_an_operator_makes_hides_no_other_name(name: str) -> None:
 
 def test_refusal_of_an_unknown_name_lists_the_adapters_that_the_caller_may_use() -> None:
     second = '[[model]]\nid = "second"\nmodel = "demo"\nlora = "of-law=/x"\nkeep = "on_demand"\ntenants = ["law"]\n'
-    manager = ModelManager(CONFIG, parsed(ADAPTERS + second))
+    manager = SeveralModels(CONFIG, parsed(ADAPTERS + second))
     for caller, names in (
         (LAW, "'base', 'second', 'other-name', 'sql', 'law', 'of-law'"),
         (SEARCH, "'base', 'other-name', 'sql', 'law'"),
@@ -679,7 +679,7 @@ def test_refusal_of_an_unknown_name_lists_the_adapters_that_the_caller_may_use()
 
 
 async def test_request_that_waits_for_a_model_which_leaves_the_file_is_told_so(measuring: asyncio.Event) -> None:
-    manager = ModelManager(CONFIG, estimated())
+    manager = SeveralModels(CONFIG, estimated())
     try:
         waiting = asyncio.create_task(manager.find("a", LAW).wait_for_use(LAW))
         await asyncio.sleep(0)

@@ -74,7 +74,7 @@ class ModelUse:
 class ManagedModel:
     """One model of several: its engine while it is loaded, and the requests that wait for it."""
 
-    def __init__(self, manager: ModelManager, spec: ModelSpec) -> None:
+    def __init__(self, manager: SeveralModels, spec: ModelSpec) -> None:
         self.spec = spec
         self.metrics = ModelMetrics(spec.config)
         residency = manager.residency
@@ -171,7 +171,7 @@ class ManagedModel:
                 self._manager.look()
 
 
-class ModelManager:
+class SeveralModels:
     """All models of a server. Call `start`, and then `stop`."""
 
     has_choice = True
