@@ -16,7 +16,7 @@ from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull, WorkerNotReady
-from servekit.models import manager as manager_module
+from servekit.models import several_models
 from servekit.models.model_file import ModelFile, ModelSpec, parse_model_file
 from servekit.models.read_file import estimated_bytes, with_kinds
 from servekit.models.several_models import SeveralModels
@@ -458,7 +458,7 @@ async def test_request_whose_time_ends_when_its_model_is_removed_is_told_that_th
     try:
         await manager.load_model("a")
         use = await manager.find("a", LAW).wait_for_use(LAW)
-        monkeypatch.setattr(manager_module, "pause_tolerant_timeout", limit)
+        monkeypatch.setattr(several_models, "pause_tolerant_timeout", limit)
         waiting = asyncio.create_task(manager.find("b", LAW).wait_for_use(LAW))
         await asyncio.sleep(0.01)
         assert manager.find("b", LAW).state == "waiting"
