@@ -27,6 +27,7 @@ from servekit.engine.client_queue import ClientQueue
 from servekit.engine.detokenizer import Detokenizer, NullDetokenizer
 from servekit.engine.engine_core import RETRY_AFTER_S, EngineCore
 from servekit.engine.input_processor import InputProcessor, PreparedPrompt, num_logprobs, prepare_in_time
+from servekit.engine.latency_predictions import LatencyPredictions
 from servekit.engine.live_view import LiveView, build_live_view, live_worker
 from servekit.engine.model_files import ChatTemplate, find_chat_template, find_served_model
 from servekit.engine.one_model import OneModel
@@ -37,7 +38,6 @@ from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.engine.replica import Replica
 from servekit.engine.replica_supervisor import ReplicaSupervisor
 from servekit.engine.replicas import Replicas
-from servekit.engine.request_predictions import RequestPredictions
 from servekit.engine.request_registry import RequestRegistry
 from servekit.engine.request_state import RequestState, SequenceOutput, add_commands
 from servekit.engine.speculation import choose_drafter
@@ -110,7 +110,7 @@ class LLMEngine(OneModel):
             self.adapters = AdapterRegistry(config, self._load_adapter)
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
-        self._predictions = RequestPredictions(clock) if config.max_predicted_wait else None
+        self._predictions = LatencyPredictions(clock) if config.max_predicted_wait else None
         self._cost_meter = None if config.price_per_hour is None else CostMeter(config.price_per_hour)
         self._prediction_tasks: list[asyncio.Task[None]] = []
         self._result_budget = result_budget or SharedBudget(config.max_total_logprobs)

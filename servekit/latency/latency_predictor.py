@@ -28,7 +28,7 @@ from servekit.scheduler.workload_manager import WorkloadManager
 MIN_SPREAD = 0.02  # of the logarithm of a predicted time
 
 
-class Prediction(Struct, frozen=True):
+class LatencyPrediction(Struct, frozen=True):
     """What was predicted for one sequence. Durations are from `predicted_s` on."""
 
     sequence_id: int
@@ -106,13 +106,13 @@ class LatencyPredictor(ReplayWatcher):
                     is_cut = token.finish_reason is FinishReason.LENGTH
                     self.lengths.record(token.sequence.num_output_tokens, is_cut)
 
-    def measured(self, prediction: Prediction, first_token_s: float) -> None:
+    def measured(self, prediction: LatencyPrediction, first_token_s: float) -> None:
         """Learn when the first token of a sequence came that was predicted."""
         measured_s = first_token_s - prediction.predicted_s
         self.quality.first_token(prediction.first_token, measured_s)
         self.calibration.observe(prediction.raw_s, prediction.spread, prediction.first_token, measured_s)
 
-    def ended(self, prediction: Prediction, last_token_s: float) -> None:
+    def ended(self, prediction: LatencyPrediction, last_token_s: float) -> None:
         """Note when the last token of a sequence came, if its end was predicted."""
         if prediction.end_s is not None:
             self.quality.end(prediction.end_s, last_token_s - prediction.predicted_s)
@@ -121,7 +121,7 @@ class LatencyPredictor(ReplayWatcher):
 
     def predict(
         self, manager: WorkloadManager, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool = False
-    ) -> Prediction | None:
+    ) -> LatencyPrediction | None:
         """Predict the first token of a sequence that waits, or runs without one; None if `max_steps` are too few.
 
         With `to_end`, its last token, too. This takes as long as saving and restoring the manager, and planning and
@@ -132,12 +132,12 @@ class LatencyPredictor(ReplayWatcher):
             try:
                 next(rolling)
             except StopIteration as stop:
-                prediction: Prediction | None = stop.value
+                prediction: LatencyPrediction | None = stop.value
                 return prediction
 
     def predict_in_slices(
         self, manager: WorkloadManager, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool = False
-    ) -> Generator[None, None, Prediction | None]:
+    ) -> Generator[None, None, LatencyPrediction | None]:
         """Like `predict`, as a generator that returns the prediction. Other tasks may run wherever it yields."""
         if not self.model.is_known or manager.num_in_flight != len(self._in_flight):
             return None
@@ -157,7 +157,7 @@ class LatencyPredictor(ReplayWatcher):
         spread = hypot(MIN_SPREAD, self.model.relative_error, deviation)
         band = self.calibration.band(raw_s, spread)
         end_s = _summary(ends_s)[0] if to_end else None
-        return Prediction(sequence_id, now_s, band, raw_s, spread, end_s)
+        return LatencyPrediction(sequence_id, now_s, band, raw_s, spread, end_s)
 
     def refresh_waiting_time(self, manager: WorkloadManager, now_s: float) -> Iterator[None]:
         """Correct the prediction of waiting times. Other tasks may run wherever it yields."""

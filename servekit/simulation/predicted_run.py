@@ -12,7 +12,7 @@ from math import inf
 
 from msgspec import Struct
 
-from servekit.latency.latency_predictor import LatencyPredictor, Prediction
+from servekit.latency.latency_predictor import LatencyPrediction, LatencyPredictor
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.scheduler.checkpoint import CONTINUES, ENDS, replay_prompt, replay_sampling
 from servekit.scheduler.commands import AddSequence
@@ -34,7 +34,7 @@ class RequestOutcome(Struct, kw_only=True):
 
     arrival: PredictedArrival
     is_refused: bool = False
-    prediction: Prediction | None = None
+    prediction: LatencyPrediction | None = None
     first_token_s: float = inf
     end_s: float = inf
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from servekit.engine.engine_core import EngineCore
-from servekit.engine.request_predictions import RequestPredictions
+from servekit.engine.latency_predictions import LatencyPredictions
 from servekit.latency.calibration import Band
-from servekit.latency.latency_predictor import Prediction
+from servekit.latency.latency_predictor import LatencyPrediction
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.sequence import FinishReason, Sequence
 
@@ -33,7 +33,7 @@ class Latency:
 
     def predict_in_slices(
         self, manager: object, sequence_id: int, now_s: float, max_steps: int, *, to_end: bool
-    ) -> Generator[None, None, Prediction | None]:
+    ) -> Generator[None, None, LatencyPrediction | None]:
         self.num_asked += 1
         if self.fails == "begin":
             raise ValueError("planted")
@@ -44,12 +44,12 @@ class Latency:
         if self.fails == "play":
             raise ValueError("planted")
         yield
-        return Prediction(sequence_id, now_s, Band(0.5, 1.0, 2.0), 1.0, 0.1, 3.0 if to_end else None)
+        return LatencyPrediction(sequence_id, now_s, Band(0.5, 1.0, 2.0), 1.0, 0.1, 3.0 if to_end else None)
 
-    def measured(self, prediction: Prediction, first_token_s: float) -> None:
+    def measured(self, prediction: LatencyPrediction, first_token_s: float) -> None:
         self.first_tokens.append((prediction.sequence_id, first_token_s))
 
-    def ended(self, prediction: Prediction, last_token_s: float) -> None:
+    def ended(self, prediction: LatencyPrediction, last_token_s: float) -> None:
         self.ends.append((prediction.sequence_id, last_token_s))
 
 
@@ -61,7 +61,7 @@ class Server:
         self.manager = SimpleNamespace(epoch=0, config=SimpleNamespace(max_drafts=0))
         core = SimpleNamespace(manager=self.manager, latency=self.latency, plans_steps=True)
         self.core = cast(EngineCore, core)
-        self.predictions = RequestPredictions(lambda: 0.0)
+        self.predictions = LatencyPredictions(lambda: 0.0)
         self.task = asyncio.create_task(self.predictions.run())
 
     def admit(self, sequence_id: int) -> Sequence:
@@ -159,7 +159,7 @@ async def test_what_it_took_to_save_the_state_is_part_of_the_first_pause() -> No
     server = Server()
     now_s, predict = 0.0, server.latency.predict_in_slices
 
-    def slow(*arguments: Any, **options: Any) -> Generator[None, None, Prediction | None]:
+    def slow(*arguments: Any, **options: Any) -> Generator[None, None, LatencyPrediction | None]:
         nonlocal now_s
         now_s += 20.0
         return predict(*arguments, **options)

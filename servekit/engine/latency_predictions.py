@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from msgspec import Struct
 
 from servekit.engine.engine_core import EngineCore
-from servekit.latency.latency_predictor import Prediction
+from servekit.latency.latency_predictor import LatencyPrediction
 from servekit.observability.observer import Observer
 from servekit.scheduler.sequence import FinishReason, Sequence
 
@@ -40,13 +40,13 @@ class _Predicted(Struct, kw_only=True):
     core: EngineCore
     sequence: Sequence
     epoch: int  # of the core's manager; if the worker is lost, the prediction is not valid
-    rolling: Generator[None, None, Prediction | None]
+    rolling: Generator[None, None, LatencyPrediction | None]
     save_s: float  # what it took to save the state that it is predicted from
-    prediction: Prediction | None = None
+    prediction: LatencyPrediction | None = None
     outcome: _Outcome | None = None
 
 
-class RequestPredictions(Observer):
+class LatencyPredictions(Observer):
     """Predicts some of the requests. Everything runs on the event loop's thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -117,13 +117,13 @@ class RequestPredictions(Observer):
         self._is_off = True
         log.exception("a request could not be predicted; prediction is off until the server starts again")
 
-    async def _play(self, predicted: _Predicted) -> Prediction | None:
+    async def _play(self, predicted: _Predicted) -> LatencyPrediction | None:
         began_s = self._clock() - predicted.save_s  # part of the first slice
         while True:
             try:
                 next(predicted.rolling)
             except StopIteration as stop:
-                prediction: Prediction | None = stop.value
+                prediction: LatencyPrediction | None = stop.value
                 await asyncio.sleep(PAUSES_PER_SLICE * (self._clock() - began_s))
                 return prediction
             slice_s = self._clock() - began_s

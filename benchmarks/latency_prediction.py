@@ -10,9 +10,9 @@ neither step times nor lengths of answers from the measured requests, so that it
 one that goes on learning and knows how long each answer will become, which shows what not to know that costs. The bands
 follow their outcomes in all three.
 
-    python -m benchmarks.prediction --out build/prediction
-    python -m benchmarks.prediction --journal build/journal     # keeps the journal, or predicts again if it is there
-    python -m benchmarks.prediction --chance    # what no prediction can know: when running answers will end
+    python -m benchmarks.latency_prediction --out build/prediction
+    python -m benchmarks.latency_prediction --journal build/journal    # keeps it, or predicts again if it is there
+    python -m benchmarks.latency_prediction --chance    # what no prediction can know: when running answers will end
 
 It takes under seven minutes. Run nothing else meanwhile: another program makes steps longer than they were before.
 """
@@ -39,7 +39,7 @@ from benchmarks.progress import Progress
 from benchmarks.random_llama import SMALL_SHAPE, make_random_llama
 from servekit.embedded.async_llm import AsyncLLM
 from servekit.embedded.sampling_params import SamplingParams
-from servekit.latency.latency_predictor import LatencyPredictor, Prediction
+from servekit.latency.latency_predictor import LatencyPrediction, LatencyPredictor
 from servekit.latency.roll_forward import RollForward
 from servekit.observability.journal import replay_journal
 from servekit.protocol.messages import StepPlan
@@ -165,7 +165,7 @@ class Outcome(Struct, frozen=True):
     """A predicted first token that came."""
 
     kind: int
-    prediction: Prediction
+    prediction: LatencyPrediction
     measured_s: float
 
 
@@ -189,7 +189,7 @@ class Watcher(ReplayWatcher):
         self.predictor = LatencyPredictor()
         self.outcomes: list[Outcome] = []
         self._learns = learns
-        self._open: dict[int, tuple[int, Prediction]] = {}
+        self._open: dict[int, tuple[int, LatencyPrediction]] = {}
         self._is_idle = False  # the manager, before the sequence that is being added
         self._came_to_idle: list[Sequence] = []
 
