@@ -86,7 +86,7 @@ class WaitingTime:
     def refresh(self, manager: WorkloadManager, now_s: float, in_flight_s: list[float]) -> Iterator[None]:
         """Correct the formula: simulate with a copy of the manager until all waiting sequences have started.
 
-        Others may run wherever it yields: after each step.
+        Others may run wherever it yields: before and after the copy is made, and after each step.
         """
         num_waiting = manager.num_waiting
         if not self.may_play(manager) or num_waiting < self.MIN_WAITING or not self._model.is_known:
@@ -96,6 +96,7 @@ class WaitingTime:
         state = save_manager(manager)
         yield
         roll = RollForward(manager.config, state, self._model, self._lengths, now_s, in_flight_s)
+        yield
         while roll.num_waiting and roll.num_steps < self.MAX_STEPS and roll.step():
             yield
         num_started = num_waiting - roll.num_waiting

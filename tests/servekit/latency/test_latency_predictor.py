@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from servekit.latency import latency_predictor, waiting_time
 from servekit.latency.latency_predictor import LatencyPredictor
+from servekit.latency.roll_forward import RollForward
 from servekit.latency.waiting_time import WaitingTime
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
@@ -281,6 +285,36 @@ def test_behind_short_prompts_the_waiting_time_is_as_if_there_were_no_others(ser
         service.add(prompt_length=400, max_tokens=5)
     assert waiting_time.seconds(manager, 8, manager.queued.not_longer(10)) == pytest.approx(without_others_s, rel=0.1)
     assert waiting_time.seconds(manager, 48, manager.queued.not_longer(400)) > 3 * without_others_s > 0
+
+
+@pytest.mark.parametrize("predicts", ["a request", "the waiting time"])
+def test_a_slice_copies_the_manager_or_plays_one_step(
+    service: Service, monkeypatch: pytest.MonkeyPatch, predicts: str
+) -> None:
+    done: list[str] = []
+
+    class Observed(RollForward):
+        def __init__(self, *arguments: Any) -> None:
+            done.append("copy")
+            super().__init__(*arguments)
+
+        def step(self) -> bool:
+            done.append("step")
+            return super().step()
+
+    monkeypatch.setattr(latency_predictor, "RollForward", Observed)
+    monkeypatch.setattr(waiting_time, "RollForward", Observed)
+    newest = [service.add(max_tokens=5) for _ in range(32)][-1]
+    service.step()
+    predictor, manager, now_s = service.predictor, service.manager, service.now_s
+    slices: Iterator[None] = predictor.refresh_waiting_time(manager, now_s)
+    if predicts == "a request":
+        slices = predictor.predict_in_slices(manager, newest, now_s, max_steps=1000, to_end=True)
+    num_before = 0
+    for _ in slices:
+        assert len(done) <= num_before + 1, f"{done[num_before:]} in one slice"
+        num_before = len(done)
+    assert {*done} == {"copy", "step"}
 
 
 def test_no_waiting_time_is_predicted_where_nothing_is_known() -> None:
