@@ -25,9 +25,10 @@ top: $(TERMINAL)  ## watch a server's scheduler in the terminal; ARGS="http://HO
 # Three processes for two cores, because a third of the time tests wait: for servers, workers and timeouts. One OpenMP
 # thread per process: with more, processes compete for the cores. Compiled modules are kept whatever the environment says:
 # tests start hundreds of processes, and pytest takes half of the collection to rewrite the asserts of modules.
-# pytest-xdist runs a test again in another process when its process has ended, as after a timeout: once, and not always.
+# If one of the processes crashes, the tests end with that: otherwise pytest-xdist starts another process, and waits for it
+# forever if the test was the last one of its file.
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --no-loadscope-reorder \
-	--max-worker-restart 1
+	--max-worker-restart 0
 
 test: $(DEVELOPMENT)  ## run the tests, in three processes
 	$(TEST) --dist loadfile -m "not long" $(ARGS)
@@ -37,7 +38,7 @@ test-long: $(DEVELOPMENT)  ## run the long tests: a million simulated steps, and
 
 coverage: $(DEVELOPMENT)  ## measure branch coverage of the pure core (must be 100 %), by the tests that mirror it
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal --pure-core only
+	$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal --max-worker-restart 0 --pure-core only
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
