@@ -9,14 +9,16 @@ from pathlib import Path
 
 MAKEFILE = Path(__file__).parents[1] / "Makefile"
 TIMEOUT_S = 120.0
-# The last test of the last file, when the other process has no work left.
+# The process gets the next file before this last test. When it crashes, the other process has no work left.
 CRASHING = """
 import os, time
 def test_one(): pass
+def test_two(): pass
 def test_last():
     time.sleep(1)
     os._exit(3)
 """
+OTHER = "import pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number): pass\n"
 
 
 def test_a_process_that_crashes_in_the_last_test_of_a_file_ends_the_tests(tmp_path: Path) -> None:
@@ -24,7 +26,8 @@ def test_a_process_that_crashes_in_the_last_test_of_a_file_ends_the_tests(tmp_pa
     assert len(options) == 1, "of `make test` and `make coverage`"
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_crashing.py").write_text(CRASHING)
-    (tmp_path / "test_other.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    for name in ("other", "second_other", "third_other"):
+        (tmp_path / f"test_{name}.py").write_text(OTHER)
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-q"]
     command += ["-p", "no:cacheprovider", "-p", "no:langsmith_plugin", "-p", "no:schemathesis"]
     done = subprocess.run(
