@@ -838,6 +838,37 @@ def _device_of_rank(settings: LoadModel) -> str:
     return f"cuda:{int(number or settings.device_index or 0) + rank}"
 
 
+def _add_connector(runner: ModelRunner, settings: LoadModel, ranks: Ranks | None) -> tuple[str, int]:
+    """Let the runner offload or hand over KV blocks, if it is to.
+
+    Returns for hand-overs the layout of its blocks, and how many another worker can read; otherwise "" and 0.
+    """
+    if settings.kv_offload_memory_bytes:
+        runner.connector = _make_connector(runner, settings)
+    if not settings.kv_transfer_fds:
+        return "", 0
+    layout = blake2b(_kv_layout(runner, settings).encode(), digest_size=LAYOUT_BYTES).hexdigest()
+    runner.connector = connector = _make_transfer_connector(runner, settings, layout)
+    num_blocks = connector.num_transfer_blocks
+    return layout, num_blocks if ranks is None else ranks.minimum(num_blocks)
+
+
+def _log_loaded(ready: WorkerReady, distance: float) -> None:
+    """Log what was loaded, and how long it took. `distance` is that of the self-check."""
+    log.info(
+        "loaded %.1f M parameters (%s, %.1f MB) in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; "
+        "paged logits agree with transformers' within %.1g",
+        ready.model.num_parameters / 1e6,
+        ready.model.quantization or ready.dtype,
+        ready.num_weight_bytes / 1e6,
+        ready.load_time_s,
+        ready.weights_time_s,
+        ready.num_weight_bytes / ready.weights_time_s / 1e9,
+        ready.attention,
+        distance,
+    )
+
+
 def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[ModelRunner, WorkerReady]:
     """Load a model, check it against transformers, and return its runner and what the manager needs to know of it.
 
@@ -873,37 +904,16 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
     runner = make_runner(loaded, settings, drafter)
     report_stage("comparing paged with plain attention")
     distance = runner.self_check()
-    if settings.kv_offload_memory_bytes:
-        runner.connector = _make_connector(runner, settings)
-    kv_layout, num_transfer_blocks = "", 0
-    if settings.kv_transfer_fds:
-        kv_layout = blake2b(_kv_layout(runner, settings).encode(), digest_size=LAYOUT_BYTES).hexdigest()
-        runner.connector = connector = _make_transfer_connector(runner, settings, kv_layout)
-        num_transfer_blocks = connector.num_transfer_blocks
-        if ranks is not None:
-            num_transfer_blocks = ranks.minimum(num_transfer_blocks)
+    kv_layout, num_transfer_blocks = _add_connector(runner, settings, ranks)
     if settings.is_result_rank:
         runner.grammars.warm_up()
-    elapsed_s = time.monotonic() - started_s
-    log.info(
-        "loaded %.1f M parameters (%s, %.1f MB) in %.1f s, %.1f of them for the weights (%.2f GB/s); attention: %s; "
-        "paged logits agree with transformers' within %.1g",
-        loaded.info.num_parameters / 1e6,
-        loaded.info.quantization or str(loaded.dtype).removeprefix("torch."),
-        loaded.weights.num_bytes / 1e6,
-        elapsed_s,
-        loaded.weights.time_s,
-        loaded.weights.num_bytes / loaded.weights.time_s / 1e9,
-        runner.attention.name,
-        distance,
-    )
     ready = WorkerReady(
         model=loaded.info,
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         num_blocks=runner.cache.num_blocks,
         kv_bytes_per_token=runner.kv_bytes_per_token,
-        load_time_s=elapsed_s,
+        load_time_s=time.monotonic() - started_s,
         num_weight_bytes=loaded.weights.num_bytes,
         weights_time_s=loaded.weights.time_s,
         attention=runner.attention.name,
@@ -915,4 +925,5 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         kv_layout=kv_layout,
         num_transfer_blocks=num_transfer_blocks,
     )
+    _log_loaded(ready, distance)
     return runner, ready
