@@ -1,13 +1,15 @@
 """Tokens per second through API, scheduler, both queues and server-sent events, with a device that takes no time.
 
     python -m benchmarks.control_plane [--rounds 3] [--streams 256] [--tokens 200]
-    python -m benchmarks.control_plane --rounds 9 --against ../another-checkout
+    python -m benchmarks.control_plane --rounds 30 --requests 1 --against ../another-checkout
 
 256 clients ask again as soon as they are answered. The server's model is simulated, so what is left is what servekit
-itself costs, and the kernel. Beside it stand servers that stream ready-made events and do nothing else. All sides take
-turns, and figures are medians. CPU is what each process took for a token, from /proc: on two cores, server, worker and
-client share them, and what one takes another does not get. The client's lag is told, too: a run in which it is late
-says nothing of latencies, which are not asked for here, and can only show too few tokens.
+itself costs, and the kernel. Beside it stand servers that stream ready-made events and do nothing else. All servers run
+all the time, their sides take turns, and figures are medians. Beside another checkout, so are the ratios: each is of
+two rounds that were played one after the other, because a machine is faster in one minute than in the next. CPU is what
+each process took for a token, from /proc: on two cores, server, worker and client share them, and what one takes
+another does not get. The client's lag is told, too: a run in which it is late says nothing of latencies, which are not
+asked for here, and can only show too few tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import httpx2
 from msgspec import Struct, field
 
 from benchmarks.progress import Progress
-from benchmarks.stream_cost import StreamCost, measure_streams
+from benchmarks.stream_cost import ROUNDS_OF_REQUESTS, StreamCost, measure_streams
 from tests.support.server_process import free_port, serving
 
 
@@ -74,16 +76,11 @@ def serving_bare(kind: str) -> Iterator[tuple[int, dict[str, list[int]]]]:
 
 
 @contextmanager
-def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, list[int]]]]:
-    """Its port and its processes."""
-    if side.bare is not None:
-        with serving_bare(side.bare) as served:
-            yield served
-        return
+def serving_checkout(checkout: Path | None, num_streams: int) -> Iterator[tuple[int, dict[str, list[int]]]]:
     flags = ("--model", "sim:instant", "--max-num-seqs", str(num_streams), "--log-level", "warning")
     environment = None
-    if side.checkout is not None:  # PYTHONSAFEPATH: the working directory is not searched for modules
-        environment = {"PYTHONPATH": str(side.checkout.resolve()), "PYTHONSAFEPATH": "1"}
+    if checkout is not None:  # PYTHONSAFEPATH: the working directory is not searched for modules
+        environment = {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(*flags, log=Path(folder) / "log", environment=environment) as server,
@@ -91,10 +88,34 @@ def serving_side(side: Side, num_streams: int) -> Iterator[tuple[int, dict[str, 
         yield server.port, {"server": [server.process.pid], "worker": server.worker_pids()}
 
 
-def play(side: Side, num_streams: int, num_tokens: int, seed: int) -> None:
-    """One round."""
-    with serving_side(side, num_streams) as (port, pids):
-        side.costs.append(measure_streams(port, pids, num_streams, num_tokens, seed, side.fields))
+def play_rounds(sides: list[Side], num_rounds: int, num_streams: int, num_tokens: int, num_requests: int) -> None:
+    """Let the sides take turns. A server runs until the last round, also while another one is measured."""
+    served: dict[tuple[str | None, Path | None], tuple[int, dict[str, list[int]]]] = {}
+    with ExitStack() as stack, Progress("rounds", num_rounds * len(sides)) as progress:
+        for side in sides:
+            key = side.bare, side.checkout
+            if key not in served:
+                server = serving_checkout(side.checkout, num_streams) if side.bare is None else serving_bare(side.bare)
+                served[key] = stack.enter_context(server)
+        for number in range(num_rounds):
+            for side in sides:
+                progress.begin(side.name)
+                port, pids = served[side.bare, side.checkout]
+                options = side.fields, num_requests, number == 0
+                side.costs.append(measure_streams(port, pids, num_streams, num_tokens, number, *options))
+
+
+def ratios(sides: list[Side]) -> Iterator[str]:
+    """Yield a line for each side of this checkout: medians of its ratios to the other checkout's side."""
+    figures: dict[str, Callable[[StreamCost], float]] = {
+        "tokens/s": lambda cost: cost.tokens_per_s,
+        "server's CPU a token": lambda cost: cost.cpu_us["server"],
+        "worker's": lambda cost: cost.cpu_us["worker"],
+    }
+    for ours, other in zip(sides[::2], sides[1::2], strict=True):
+        pairs = list(zip(ours.costs, other.costs, strict=True))
+        cells = [f"{name} {statistics.median([of(a) / of(b) for a, b in pairs]):.3f}" for name, of in figures.items()]
+        yield f"{ours.name}, to the other checkout: {', '.join(cells)}"
 
 
 def main() -> None:
@@ -102,14 +123,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200, help="of an answer")
+    parser.add_argument(
+        "--requests", type=int, default=ROUNDS_OF_REQUESTS, help="that each client sends in a round, one after another"
+    )
     parser.add_argument("--against", type=Path, help="another checkout, whose server replaces the bare ones")
     arguments = parser.parse_args()
     sides = SIDES if arguments.against is None else beside(arguments.against)
-    with Progress("rounds", arguments.rounds * len(sides)) as progress:
-        for number in range(arguments.rounds):
-            for side in sides:
-                progress.begin(side.name)
-                play(side, arguments.streams, arguments.tokens, number)
+    play_rounds(sides, arguments.rounds, arguments.streams, arguments.tokens, arguments.requests)
     print(f"{os.cpu_count()} cores, {arguments.streams} streams, median of {arguments.rounds} rounds")
     print("\n| | tokens/s | server, µs of CPU a token | worker | client | lag of the client |")
     print("|---|---:|---:|---:|---:|---:|")
@@ -120,6 +140,8 @@ def main() -> None:
             cells.append(f"{statistics.median(known):.1f}" if known else "")
         cells.append(f"{statistics.median(cost.client_lag_ms for cost in side.costs):.1f} ms")
         print(f"| {side.name} | {' | '.join(cells)} |")
+    if arguments.against is not None:
+        print("", *ratios(sides), sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from loadtest.record import Outcome
 from loadtest.target import ApiFormat, Target
 from tests.support import proc
 
-ROUNDS_OF_REQUESTS = 6  # that each client sends while it is measured
+ROUNDS_OF_REQUESTS = 6  # that each client sends while it is measured, by default
 
 
 class StreamCost(Struct, frozen=True):
@@ -24,9 +24,16 @@ class StreamCost(Struct, frozen=True):
 
 
 def measure_streams(
-    port: int, pids: dict[str, list[int]], num_streams: int, num_tokens: int, seed: int, fields: dict[str, Any]
+    port: int,
+    pids: dict[str, list[int]],
+    num_streams: int,
+    num_tokens: int,
+    seed: int,
+    fields: dict[str, Any],
+    num_requests: int = ROUNDS_OF_REQUESTS,
+    warms_up: bool = True,
 ) -> StreamCost:
-    """Each client sends its next request when it has an answer of `num_tokens` tokens.
+    """Each client sends its next request when it has an answer of `num_tokens` tokens, until it has `num_requests`.
 
     `pids` are the server's processes by kind, and `fields` are those of a request beside its prompt. What is warmed up
     is warm before anything is counted.
@@ -41,9 +48,10 @@ def measure_streams(
         seed=seed,
         num_warm_up=0,
     )
-    run(experiment, "warm-up", None)
+    if warms_up:
+        run(experiment, "warm-up", None)
     before = _cpu_s(pids)
-    measured = replace(experiment, num_requests=ROUNDS_OF_REQUESTS * num_streams, seed=seed + 1000)
+    measured = replace(experiment, num_requests=num_requests * num_streams, seed=seed + 1000)
     trial = run(measured, "measured", None)
     after = _cpu_s(pids)
     assert {record.outcome for record in trial.result.records} == {Outcome.OK}, trial.summary.failures
