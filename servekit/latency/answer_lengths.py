@@ -20,7 +20,8 @@ class AnswerLengths:
     NUM_REMEMBERED = 512
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, bool]] = deque(maxlen=self.NUM_REMEMBERED)
+        self._recent: deque[tuple[int, bool]] = deque()
+        self._num_tokens = 0  # of recent answers: each request that is admitted asks for their mean
         # Lengths at which answers came to their own end, ascending; and the share of answers that become longer.
         self._lengths: list[int] = []
         self._longer: list[float] = []
@@ -29,6 +30,9 @@ class AnswerLengths:
     def record(self, length: int, is_cut: bool) -> None:
         """Learn from an answer that has ended by itself or at max_tokens."""
         self._recent.append((length, is_cut))
+        self._num_tokens += length
+        if len(self._recent) > self.NUM_REMEMBERED:
+            self._num_tokens -= self._recent.popleft()[0]
         self._is_current = False
 
     @property
@@ -39,7 +43,7 @@ class AnswerLengths:
     @property
     def mean(self) -> float:
         """The mean length of recent answers, including those that were cut."""
-        return sum(length for length, _ in self._recent) / len(self._recent) if self._recent else UNKNOWN_LENGTH
+        return self._num_tokens / len(self._recent) if self._recent else UNKNOWN_LENGTH
 
     def draw(self, num_made: int, max_tokens: int, share: float) -> int:
         """Draw the length of an answer that has `num_made` tokens and continues: a quantile of recent longer answers.

@@ -23,6 +23,16 @@ def test_lengths_are_drawn_from_recent_ones() -> None:
     assert lengths.mean == 25
 
 
+def test_only_recent_answers_count() -> None:
+    lengths = AnswerLengths()
+    for _ in range(100):
+        lengths.record(1000, is_cut=False)
+    for number in range(AnswerLengths.NUM_REMEMBERED):
+        lengths.record(10 + number % 2 * 20, is_cut=False)
+    assert lengths.mean == 20
+    assert {lengths.draw(0, 10_000, share) for share in SHARES} == {10, 30}
+
+
 def test_an_answer_that_goes_on_is_longer_than_what_it_has() -> None:
     lengths = AnswerLengths()
     for length in (10, 20, 30, 40):
