@@ -481,10 +481,15 @@ def test_two_exchanges_of_one_server_hand_blocks_over(certificate: tuple[str, st
         exchange.close()
 
 
-def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
+def test_an_address_that_is_not_of_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        """As the kernel does, where it is not told to bind addresses that are not its own."""
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
     exchange = BlockExchange(LOAD, KEY, TransferSettings("192.0.2.1"), None, lambda _: None)
     lay_out(exchange.apply(LOAD))
-    with pytest.raises(ConfigError, match=r"192.0.2.1 port 0: .*--transfer-address"):
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(ConfigError, match=r"192.0.2.1 port 0: Cannot assign.*--transfer-address"):
         exchange.open()
     exchange.close()
 
