@@ -35,9 +35,9 @@ import httpx2
 from benchmarks.journal import DEMO_STEPS_S, decode_us, kill_workers
 from benchmarks.manager import PROMPT_LENGTH, make_manager
 from benchmarks.progress import progress, tell
+from servekit.requests.time_causes import RequestTimes
 from servekit.scheduler.step import Step
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.time_causes import RequestTimes
 from tests.support.server_process import ServerProcess, serving
 
 TOLERANCE_S = 1e-3

@@ -31,8 +31,8 @@ from servekit.observability.metrics import (
     RemoteStats,
     SchedulerStats,
 )
+from servekit.requests.time_causes import MEANINGS
 from servekit.scheduler.draft_length import DraftLengths
-from servekit.time_causes import MEANINGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -13,7 +13,7 @@ from starlette.types import Scope
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.interface import Engine, GeneratingEngine, HttpCounters, Models
 from servekit.errors import ServekitError
-from servekit.time_causes import RequestTimes, TimeCause
+from servekit.requests.time_causes import RequestTimes, TimeCause
 
 
 @dataclass(frozen=True)

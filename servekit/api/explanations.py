@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from servekit.engine.request_state import RequestState
 from servekit.errors import RequestNotFound
+from servekit.requests.time_causes import RequestTimes
 from servekit.scheduler.explanation import Explanation, SequenceEnd, explain
-from servekit.time_causes import RequestTimes
 
 MAX_ENDED = 1024
 MAX_ENDED_SPANS = 2**16  # of all requests that have ended; one takes about 250 bytes

@@ -31,7 +31,7 @@ from servekit.engine.model_names import ANY_MODEL, MAX_NAME_SHOWN, listed
 from servekit.errors import InvalidRequest, WorkerNotReady
 from servekit.protocol.prediction import PredictorKind
 from servekit.requests.inference import INFER
-from servekit.time_causes import TimeCause
+from servekit.requests.time_causes import TimeCause
 
 Conversation = list[dict[str, Any]]
 

@@ -25,7 +25,7 @@ from servekit.api.schemas.packed_body import (
     decode_kind,
 )
 from servekit.errors import RequestTimeout, RequestTooLarge, UnsupportedEncoding
-from servekit.time_causes import TimeCause
+from servekit.requests.time_causes import TimeCause
 
 MAX_BYTES_AT_ONCE = 2**13  # of a body that is decoded and used without a pause between
 

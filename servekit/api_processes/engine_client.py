@@ -35,9 +35,9 @@ from servekit.errors import InternalError, ServekitError, WorkerNotReady
 from servekit.protocol.messages import Profiled, WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.requests.generation import GenerationRequest
+from servekit.requests.time_causes import TimeCause
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence
-from servekit.time_causes import TimeCause
 
 ANSWER_TIMEOUT_S = 300.0  # of the engine process; it answers within milliseconds, but a profile takes minutes to write
 TOKENS_PER_SLICE = 2**15  # of prompts that are sent without a pause

@@ -26,11 +26,11 @@ from servekit.protocol.lora import salted
 from servekit.protocol.messages import ModelInfo
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.requests.generation import GenerationRequest, Grammar, Prompt, Sampling
+from servekit.requests.time_causes import TimeCause
 from servekit.sandbox.client import Sandbox
 from servekit.sandbox.jobs import CompileGrammar, RenderChat
 from servekit.scheduler.prefix_cache import continue_chain
 from servekit.scheduler.scheduler_config import SchedulerConfig
-from servekit.time_causes import TimeCause
 
 MAX_BAD_WORD_TOKENS = 1024
 MAX_PREDICTION_TOKENS = 2**12  # sent to the worker within a step plan, for each answer; further ones are left out

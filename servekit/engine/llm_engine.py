@@ -59,12 +59,12 @@ from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
 from servekit.requests.generation import GenerationRequest, Prompt, Sampling
+from servekit.requests.time_causes import TimeCause
 from servekit.scheduler.commands import AddSequence, Finish
 from servekit.scheduler.kv_connector import ReplicaRole
 from servekit.scheduler.scheduler_config import SchedulerConfig, scheduler_config
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.shared_budget import SharedBudget
-from servekit.time_causes import TimeCause
 
 log = logging.getLogger("servekit")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from servekit.protocol.messages import StepPlan
+from servekit.requests.time_causes import RequestTimes, TimeCause
 from servekit.scheduler.explanation import Explanation, SequenceEnd, explain
 from servekit.scheduler.recording import ReplayWatcher
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
-from servekit.time_causes import RequestTimes, TimeCause
 
 
 class JournalWatcher(ReplayWatcher):

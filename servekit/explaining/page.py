@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from servekit.explaining.report import details, milliseconds
 from servekit.laboratory.page import fill_template
+from servekit.requests.time_causes import MEANINGS
 from servekit.scheduler.explanation import Explanation
-from servekit.time_causes import MEANINGS
 
 
 def as_page(title: str, explanation: Explanation) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from servekit.requests.time_causes import MEANINGS
 from servekit.scheduler.explanation import Explanation, Interval
-from servekit.time_causes import MEANINGS
 
 BAR_WIDTH = 24
 MAX_INTERVALS = 40  # in the text; the others are in --json and on the page

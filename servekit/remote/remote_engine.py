@@ -40,10 +40,10 @@ from servekit.remote.server_client import encode
 from servekit.remote.settings import OpenAISettings
 from servekit.remote.token_texts import UNKNOWN_TOKEN_ID, TokenTexts, refusal
 from servekit.requests.generation import GenerationRequest
+from servekit.requests.time_causes import TimeCause
 from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason
 from servekit.shared_budget import SharedBudget
-from servekit.time_causes import TimeCause
 
 log = logging.getLogger("servekit")
 

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from servekit.protocol.lora import LoraAdapter
-from servekit.time_causes import RequestTimes, TimeCause
+from servekit.requests.time_causes import RequestTimes, TimeCause
 
 
 class GrammarKind(StrEnum):

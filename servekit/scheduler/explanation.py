@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from msgspec import Struct
 
+from servekit.requests.time_causes import RequestTimes, TimeCause
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.sequence_history import SequenceHistory, Span
-from servekit.time_causes import RequestTimes, TimeCause
 
 MAX_INTERVALS = 1024  # above that, neighbours are joined; encoding so many takes about a millisecond
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from servekit.time_causes import TimeCause
+from servekit.requests.time_causes import TimeCause
 
 MAX_SPANS = 1024  # maximum for one sequence; above it, neighbours are joined
 MAX_QUEUE_STATES = 2**12  # maximum for one queue; explaining a wait with this many takes a few milliseconds

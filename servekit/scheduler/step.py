@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from servekit.errors import WorkerLost
 from servekit.protocol.messages import PromptLogprobs, ScheduledChunk, SlotAssignment, StepResult, TokenLogprobs
+from servekit.requests.time_causes import TimeCause
 from servekit.scheduler.sequence import FinishReason, Sequence
-from servekit.time_causes import TimeCause
 
 
 class SequenceToken(Struct, frozen=True, gc=False):

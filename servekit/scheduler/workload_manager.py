@@ -46,6 +46,7 @@ from math import inf
 from typing import Any, cast
 
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult, TransferReport
+from servekit.requests.time_causes import TimeCause
 from servekit.scheduler.commands import (
     AddSequence,
     AnnounceBlocks,
@@ -73,7 +74,6 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.sequence import FinishReason, Sequence, Status
 from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
 from servekit.scheduler.step import SequenceToken, Step, by_token
-from servekit.time_causes import TimeCause
 
 
 class WorkloadManager:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.explain import TOLERANCE_S, run_live
-from servekit.time_causes import TimeCause
+from servekit.requests.time_causes import TimeCause
 
 MODEL = "sim:step=2ms,decode=50us,prefill=5us"
 

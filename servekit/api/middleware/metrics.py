@@ -16,7 +16,7 @@ from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.interface import Models
 from servekit.engine.request_state import RequestState
 from servekit.observability.request_trace import AnswerTrace, RequestTrace
-from servekit.time_causes import RequestTimes
+from servekit.requests.time_causes import RequestTimes
 
 # Other methods, and paths without a route, each share one label value. Otherwise clients could create any number of
 # time series.

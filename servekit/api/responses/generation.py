@@ -23,7 +23,7 @@ from servekit.api.responses.long_json import ItemList
 from servekit.api.responses.sse import EventFormat, EventStream
 from servekit.engine.request_state import RequestState
 from servekit.requests.generation import GenerationRequest
-from servekit.time_causes import RequestTimes, TimeCause
+from servekit.requests.time_causes import RequestTimes, TimeCause
 
 Result = TypeVar("Result")
 

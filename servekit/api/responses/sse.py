@@ -26,7 +26,7 @@ from servekit.api.schemas.json_body import encode
 from servekit.engine.client_queue import ClientQueue, TokenDelta
 from servekit.engine.request_state import RequestState
 from servekit.errors import ServekitError
-from servekit.time_causes import RequestTimes
+from servekit.requests.time_causes import RequestTimes
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -12,8 +12,8 @@ from servekit.engine.detokenizer import NullDetokenizer
 from servekit.engine.request_state import RequestState, SequenceOutput
 from servekit.errors import RequestNotFound
 from servekit.requests.generation import GenerationRequest, Prompt, Sampling
+from servekit.requests.time_causes import RequestTimes
 from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
-from servekit.time_causes import RequestTimes
 from tests.support.scheduler import make_sequence
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.protocol.messages import StepPlan
+from servekit.requests.time_causes import RequestTimes, TimeCause
 from servekit.scheduler.explanation import MAX_INTERVALS, Explanation, Interval, SequenceEnd, explain
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.scheduler.sequence_history import ManagerLog, SequenceHistory
-from servekit.time_causes import RequestTimes, TimeCause
 from tests.support.scheduler import add_sequence, make_manager, make_worker
 
 

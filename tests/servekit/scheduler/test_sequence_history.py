@@ -6,12 +6,12 @@ from itertools import pairwise
 
 from servekit.protocol.messages import StepPlan
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.requests.time_causes import TimeCause as Cause
 from servekit.scheduler.commands import AddSequence
 from servekit.scheduler.sequence import FinishReason, Sequence
 from servekit.scheduler.sequence_history import MAX_QUEUE_STATES, MAX_SPANS, ManagerLog, SequenceHistory, Span
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation.worker import SimulatedWorker
-from servekit.time_causes import TimeCause as Cause
 from tests.support.scheduler import add_prompt, add_sequence, make_manager, make_prompt, make_worker
 
 

@@ -7,7 +7,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from servekit.requests.generation import GenerationRequest, Sampling
-from servekit.time_causes import MAX_BLOCKED_WRITES, MEANINGS, RequestTimes, TimeCause
+from servekit.requests.time_causes import MAX_BLOCKED_WRITES, MEANINGS, RequestTimes, TimeCause
 
 
 def test_every_cause_has_a_meaning() -> None:
