@@ -26,6 +26,7 @@ from transformers import LlamaConfig
 from benchmarks.decode_steps import GREEDY, DecodeSteps, make_model, use_environment_of_workers
 from benchmarks.progress import no_bars_in_files, progress, tell
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan
+from workers.layers import layer_replacement
 from workers.layers.linear import NUM_ROWS, PackedWeight
 from workers.layers.skinny_gemm import SkinnyGemm
 from workers.loading.model_manager import LoadedModel, ModelManager
@@ -108,7 +109,12 @@ def main() -> None:
     parser.add_argument(
         "--onednn-alone", action="store_true", help="multiply by oneDNN in all steps, without the skinny GEMM"
     )
+    parser.add_argument(
+        "--plain-weights", action="store_true", help="read all bytes of a weight, without compact panels"
+    )
     arguments = parser.parse_args()
+    if arguments.onednn_alone or arguments.plain_weights:
+        layer_replacement.make_compact_weight = lambda *_: None  # type: ignore[assignment]
     if arguments.onednn_alone:
         SkinnyGemm.make_weight = lambda _, weight, bias: PackedWeight(weight, bias)  # type: ignore[method-assign]
     no_bars_in_files()

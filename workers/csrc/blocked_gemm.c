@@ -12,8 +12,13 @@
    its next panel while it multiplies. With many rows, threads take tasks, a panel and a block of rows each, when they have
    time.
 
-   An output is the sum of its products in their order, for any number of rows and threads. */
+   Compact panels hold the same weights in fewer bytes, see compact_panels.h. Each tile decodes its panel while it
+   multiplies. The processor has units for that which multiplications do not use, so for many rows it takes some 2 % more
+   time; to keep a decoded panel for the next tile takes more, because a store waits for the line that it writes.
 
+   An output is the sum of its products in their order, for any number of rows and threads, and in both layouts. */
+
+#include "compact_panels.h"
 #include "kernels.h"
 #include "strips.h"
 
@@ -29,23 +34,44 @@ enum { MAX_ROWS_IN_TURN = 8 };
 
 typedef floats tile_sums[TILE_VECTORS];
 
-/* sums [num_rows, PANEL] = x W'. num_rows and lines_ahead, the cache lines at `next` that are prefetched for each pair of
-   inputs, are constants wherever this is inlined. */
+/* sums [num_rows, PANEL] = x W' for the panel `weights`. num_rows, is_compact and lines_ahead, the cache lines at `next`
+   that are prefetched for each pair of inputs, are constants wherever this is inlined. */
 static inline __attribute__((always_inline)) void multiply_tile(tile_sums *sums, const int num_rows,
-                                                                const int lines_ahead, const scalar *x,
-                                                                const scalar *weights, const scalar *next,
-                                                                int64_t num_inputs) {
+                                                                const int is_compact, const int lines_ahead,
+                                                                const scalar *x, const uint8_t *weights,
+                                                                const uint8_t *next, int64_t num_inputs) {
     __m512 sum[TILE_ROWS][TILE_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < TILE_VECTORS; v++) sum[r][v] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < num_inputs; i += 2, weights += 2 * PANEL, next += lines_ahead * 2 * LANES) {
+#ifdef HAS_COMPACT_PANELS
+    const __m512i upper_bytes = _mm512_loadu_si512(weights);
+    const uint8_t *masks = weights + 64;
+    uint64_t is_plain = 0;
+    if (is_compact) weights += compact_header_bytes(num_inputs);
+#endif
+    for (int64_t i = 0; i < num_inputs; i += 2, next += lines_ahead * 64) {
         __m512bh weight[TILE_VECTORS];
+#ifdef HAS_COMPACT_PANELS
+        if (is_compact && i % (2 * PAIRS_OF_MASK) == 0) {
+            memcpy(&is_plain, masks, sizeof is_plain);
+            masks += sizeof is_plain;
+        }
+        const int is_record_compact = is_compact && !(is_plain & 1);
+        is_plain >>= 1;
+        if (__builtin_expect(is_record_compact, is_compact)) {
+            read_compact_record(weight, weights, upper_bytes);
+            weights += COMPACT_RECORD_BYTES;
+        } else
+#endif
+        {
 #pragma GCC unroll 4
-        for (int v = 0; v < TILE_VECTORS; v++) weight[v] = (__m512bh)_mm512_loadu_si512(weights + v * 2 * LANES);
+            for (int v = 0; v < TILE_VECTORS; v++) weight[v] = (__m512bh)_mm512_loadu_si512(weights + v * 64);
+            weights += TILE_VECTORS * 64;
+        }
 #pragma GCC unroll 4
-        for (int line = 0; line < lines_ahead; line++) prefetch(next + line * 2 * LANES);
+        for (int line = 0; line < lines_ahead; line++) prefetch(next + line * 64);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; r++) {
             int32_t pair;
@@ -61,17 +87,29 @@ static inline __attribute__((always_inline)) void multiply_tile(tile_sums *sums,
         for (int v = 0; v < TILE_VECTORS; v++) sums[r][v] = (floats)sum[r][v];
 }
 
-#define TILE_OF(num_rows, lines_ahead) \
-    case num_rows: multiply_tile(sums, num_rows, lines_ahead, x, weights, next, num_inputs); break;
-#define TILES(lines_ahead) \
-    TILE_OF(1, lines_ahead) TILE_OF(2, lines_ahead) TILE_OF(3, lines_ahead) TILE_OF(4, lines_ahead) \
-    TILE_OF(5, lines_ahead) TILE_OF(6, lines_ahead)
+#define TILE_OF(num_rows, is_compact, lines_ahead) \
+    case num_rows: multiply_tile(sums, num_rows, is_compact, lines_ahead, x, weights, next, num_inputs); break;
+#define TILES(is_compact, lines_ahead) \
+    switch (num_rows) { \
+        TILE_OF(1, is_compact, lines_ahead) TILE_OF(2, is_compact, lines_ahead) TILE_OF(3, is_compact, lines_ahead) \
+        TILE_OF(4, is_compact, lines_ahead) TILE_OF(5, is_compact, lines_ahead) TILE_OF(6, is_compact, lines_ahead) \
+    }
 
-static void tile_of_rows(tile_sums *sums, int64_t num_rows, int64_t lines_ahead, const scalar *x,
-                         const scalar *weights, const scalar *next, int64_t num_inputs) {
-    if (lines_ahead == 1) switch (num_rows) { TILE_OF(TILE_ROWS, 1) }
-    else if (lines_ahead) switch (num_rows) { TILES(4) }
-    else switch (num_rows) { TILES(0) }
+enum { PLAIN_LINES = 4, COMPACT_LINES = 3 }; /* of a panel, for each pair of inputs */
+
+static void tile_of_rows(tile_sums *sums, int64_t num_rows, int is_compact, int64_t lines_ahead, const scalar *x,
+                         const uint8_t *weights, const uint8_t *next, int64_t num_inputs) {
+#ifdef HAS_COMPACT_PANELS
+    if (is_compact) {
+        if (lines_ahead == 1) TILES(1, 1)
+        else if (lines_ahead) TILES(1, COMPACT_LINES)
+        else TILES(1, 0)
+        return;
+    }
+#endif
+    if (lines_ahead == 1) TILES(0, 1)
+    else if (lines_ahead) TILES(0, PLAIN_LINES)
+    else TILES(0, 0)
 }
 
 /* output = sums [num_rows, PANEL] + bias + residual, for the outputs from `first` on. */
@@ -98,36 +136,39 @@ static void finish_tile(const prepared_weight *weight, const tile_sums *sums, in
 
 /* One task: the panel `index`, and num_rows rows. While they are multiplied, the data at `next`, as large as a panel, are
    prefetched; NULL: nothing. */
-static void multiply_panel(const prepared_weight *weight, int64_t index, const scalar *next, const scalar *x,
-                           const scalar *residual, scalar *output, int64_t num_rows) {
+static void multiply_panel(const prepared_weight *weight, int is_compact, int64_t index, const uint8_t *next,
+                           const scalar *x, const scalar *residual, scalar *output, int64_t num_rows) {
     const int64_t num_inputs = weight->num_inputs, num_outputs = weight->num_outputs;
-    const scalar *weights = (const scalar *)weight->data + index * PANEL * num_inputs;
-    /* A tile of one line ahead prefetches a quarter of a panel, and a tile of four lines all of it. */
-    const int64_t lines_ahead = num_rows >= 4 * TILE_ROWS ? 1 : 4;
-    int64_t lines_left = next ? PANEL * num_inputs / (2 * LANES) : 0;
-    for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
+    const int64_t panel_bytes = weight->strip_bytes * (PANEL / STRIP);
+    const uint8_t *weights = weight->data + index * panel_bytes;
+    /* A tile of one line ahead prefetches a part of a panel, and the first tile of more lines all of it. */
+    const int64_t lines_ahead = num_rows >= 4 * TILE_ROWS ? 1 : is_compact ? COMPACT_LINES : PLAIN_LINES;
+    int64_t lines_left = next ? panel_bytes / 64 : 0;
+    /* Tiles of nearly equal size: one of few rows takes longer than its share, because its sums wait for each other. */
+    int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t row = 0; num_tiles; num_tiles--) {
         tile_sums sums[TILE_ROWS];
-        const int64_t left = num_rows - row, rows = left < TILE_ROWS ? left : TILE_ROWS;
-        const int64_t lines = lines_left > 0 ? lines_ahead : 0;
-        tile_of_rows(sums, rows, lines, x + row * num_inputs, weights, next, num_inputs);
-        if (lines) next += lines * num_inputs * LANES;
+        const int64_t rows = (num_rows - row + num_tiles - 1) / num_tiles;
+        const int64_t lines = lines_left > num_inputs / 4 ? lines_ahead : 0;
+        tile_of_rows(sums, rows, is_compact, lines, x + row * num_inputs, weights, next, num_inputs);
+        if (lines) next += lines * num_inputs / 2 * 64;
         lines_left -= lines * num_inputs / 2;
         const int64_t offset = row * num_outputs;
         finish_tile(weight, sums, index * PANEL, residual ? residual + offset : NULL, output + offset, rows);
+        row += rows;
     }
 }
 
 /* What the thread that multiplies panel `index` multiplies next, if threads take panels in turn; NULL if nothing does. */
-static const scalar *panel_to_prefetch(const prepared_weight *weight, int64_t index) {
+static const uint8_t *panel_to_prefetch(const prepared_weight *weight, int64_t index) {
     const int64_t panel_strips = PANEL / STRIP, following = panel_strips * (index + omp_get_num_threads());
-    if (following * STRIP < weight->num_outputs) return (const scalar *)(weight->data + following * weight->strip_bytes);
+    if (following * STRIP < weight->num_outputs) return weight->data + following * weight->strip_bytes;
     const prepared_weight *next = weight->next;
-    return next ? (const scalar *)(next->data + omp_get_thread_num() * panel_strips * next->strip_bytes) : NULL;
+    return next ? next->data + omp_get_thread_num() * panel_strips * next->strip_bytes : NULL;
 }
 
-void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
-                  int64_t num_rows, void *workspace) {
-    (void)workspace;
+static void multiply_panels(const prepared_weight *weight, int is_compact, const scalar *x, const scalar *residual,
+                            scalar *output, int64_t num_rows) {
     const int64_t num_panels = (weight->num_outputs + PANEL - 1) / PANEL;
     const int64_t num_inputs = weight->num_inputs, num_outputs = weight->num_outputs;
     if (num_rows <= MAX_BLOCK_ROWS && has_panels_for_all(weight)) {
@@ -139,11 +180,13 @@ void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *
             if (num_rows <= MAX_ROWS_IN_TURN) {
 #pragma omp for schedule(static, 1) nowait
                 for (int64_t panel = 0; panel < num_panels; panel++)
-                    multiply_panel(weight, panel, panel_to_prefetch(weight, panel), x, residual, output, num_rows);
+                    multiply_panel(weight, is_compact, panel, panel_to_prefetch(weight, panel), x, residual, output,
+                                   num_rows);
             } else {
 #pragma omp for schedule(dynamic, 1) nowait
                 for (int64_t panel = 0; panel < num_panels; panel++)
-                    multiply_panel(weight, panel, panel_to_prefetch(weight, panel), x, residual, output, num_rows);
+                    multiply_panel(weight, is_compact, panel, panel_to_prefetch(weight, panel), x, residual, output,
+                                   num_rows);
             }
             end_work();
         }
@@ -158,10 +201,24 @@ void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t task = 0; task < num_tasks; task++) {
         const int64_t row = task / num_panels * block_rows, left = num_rows - row;
-        multiply_panel(weight, task % num_panels, NULL, x + row * num_inputs,
+        multiply_panel(weight, is_compact, task % num_panels, NULL, x + row * num_inputs,
                        residual ? residual + row * num_outputs : NULL, output + row * num_outputs,
                        left < block_rows ? left : block_rows);
     }
 }
+
+void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                  int64_t num_rows, void *workspace) {
+    (void)workspace;
+    multiply_panels(weight, 0, x, residual, output, num_rows);
+}
+
+#ifdef HAS_COMPACT_PANELS
+void compact_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                  int64_t num_rows, void *workspace) {
+    (void)workspace;
+    multiply_panels(weight, 1, x, residual, output, num_rows);
+}
+#endif
 
 #endif

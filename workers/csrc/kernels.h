@@ -136,6 +136,20 @@ enum { BLOCKED_GEMM_WIDTH = 4 * LANES };
 void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
                   int64_t num_rows, void *workspace);
 
+/* -- compact weights (compact_panels.c) ---------------------------------------------------------------------------- */
+
+/* The bytes that a panel of weight [num_outputs, num_inputs] takes if it is compact; 0 if this processor, or this weight,
+   gains nothing. num_inputs is even. Call skinny_gemm_max_rows first. */
+int64_t compact_panel_bytes(const scalar *weight, int64_t num_outputs, int64_t num_inputs);
+
+/* Write its panels, BLOCKED_GEMM_WIDTH outputs each, into `data`. Returns whether there was memory for it. */
+int64_t write_compact_panels(const scalar *weight, int64_t num_outputs, int64_t num_inputs, int64_t panel_bytes,
+                             uint8_t *data);
+
+/* `multiply` of a prepared_weight that is compact, for any number of rows (blocked_gemm.c). Its strips are half a panel. */
+void compact_gemm(const prepared_weight *weight, const scalar *x, const scalar *residual, scalar *output,
+                  int64_t num_rows, void *workspace);
+
 /* -- quantized GEMM (quantized_gemm.c) ---------------------------------------------------------------------------- */
 
 /* How a weight's codes are multiplied. Codes of weights that are multiplied by int8, and those of five and six bits,

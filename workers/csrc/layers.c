@@ -32,33 +32,24 @@ static inline floats silu(floats x) { return times_sigmoid(x, x); }
 /* x (1 + tanh(t)) / 2 = x * sigmoid(2 t) with t = sqrt(2 / pi) (x + 0.044715 x^3). */
 static inline floats gelu(floats x) { return times_sigmoid(x, x * (1.59576912f + 0.0713548163f * x * x)); }
 
-void swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;
-        for (int64_t i = 0; i < size; i += LANES)
-            store(output + row * size + i, silu(load(gates + i)) * load(ups + i));
-    }
-}
-
 static inline floats at_most(floats x, float limit) { return select_lanes(x > limit, (floats){} + limit, x); }
 
-void clamped_swiglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            const floats gate = at_most(load(gates + i), 7.0f), up = -at_most(-at_most(load(ups + i), 7.0f), 7.0f);
-            store(output + row * size + i, times_sigmoid(gate, 1.702f * gate) * (up + 1.0f));
-        }
-    }
-}
+static inline floats clamped_silu(floats x) { return times_sigmoid(at_most(x, 7.0f), 1.702f * at_most(x, 7.0f)); }
 
-void geglu(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;
-        for (int64_t i = 0; i < size; i += LANES)
-            store(output + row * size + i, gelu(load(gates + i)) * load(ups + i));
+/* Define a gated linear unit: `activated` is made of a vector of gates, `gate`, and one of ups, `up`. A macro, because
+   compilers do not inline a function that is given to a parallel loop. */
+#define GATED_LINEAR_UNIT(name, activated)                                                                             \
+    void name(const scalar *gate_up, scalar *output, int64_t num_rows, int64_t size) {                                 \
+        _Pragma("omp parallel for if (num_rows * size > MIN_PARALLEL_NUMBERS)")                                        \
+        for (int64_t row = 0; row < num_rows; row++) {                                                                 \
+            const scalar *gates = gate_up + row * 2 * size, *ups = gates + size;                                       \
+            for (int64_t i = 0; i < size; i += LANES) {                                                                \
+                const floats gate = load(gates + i), up = load(ups + i);                                               \
+                store(output + row * size + i, activated);                                                             \
+            }                                                                                                          \
+        }                                                                                                              \
     }
-}
+
+GATED_LINEAR_UNIT(swiglu, silu(gate) * up)
+GATED_LINEAR_UNIT(geglu, gelu(gate) * up)
+GATED_LINEAR_UNIT(clamped_swiglu, clamped_silu(gate) * (-at_most(-at_most(up, 7.0f), 7.0f) + 1.0f))

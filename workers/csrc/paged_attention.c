@@ -64,8 +64,11 @@ static inline int64_t tile_bytes(const attention_params *params, int64_t dim) {
 
 static void store_scalars(const attention_params *params, scalar *keys, scalar *values, int64_t lane, const scalar *key,
                           const scalar *value) {
-    keys += lane * PACK;
-    for (int64_t d = 0; d < params->key_dim; d++) keys[d / PACK * LANES * PACK + d % PACK] = finite_or_zero(key[d]);
+    scalar packs[MAX_HEAD_DIM];
+    const int64_t num_packs = (params->key_dim + PACK - 1) / PACK;
+    packs[num_packs * PACK - 1] = 0;
+    for (int64_t d = 0; d < params->key_dim; d++) packs[d] = finite_or_zero(key[d]);
+    for (int64_t p = 0; p < num_packs; p++) ((packed *)keys)[p * LANES + lane] = ((const packed *)packs)[p];
     const int64_t width = round_up_to_lanes(params->value_dim);
     values += lane / PACK * width * PACK + lane % PACK;
     for (int64_t d = 0; d < params->value_dim; d++) values[d * PACK] = finite_or_zero(value[d]);
@@ -185,25 +188,38 @@ typedef struct {
     int is_decode; /* the sequence has so few queries that it finds few of its keys in a cache */
 } query_group;
 
-/* The number of the tile that begins at `position`. */
-static inline int64_t tile_number(const query_group *group, int64_t position) {
-    const attention_params *params = group->params;
-    const int64_t block = group->block_table[position / params->block_size];
-    const int64_t page = block * params->num_kv_heads + group->kv_head;
-    const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
-    return page * tiles + position % params->block_size / LANES;
+/* A place in a sequence: its block, and the token in that block. Counted on, because a division takes longer than a
+   tile's products with two rows. */
+typedef struct { int64_t block, token; } place;
+
+static inline place place_of(const query_group *group, int64_t position) {
+    return (place){position / group->params->block_size, position % group->params->block_size};
 }
 
-/* Find the tiles of the strip that begins at `position`. Returns how many there are. */
-static inline int find_strip(const query_group *group, int64_t position, const uint8_t **keys, const uint8_t **values) {
+/* The tokens of the tile at a place. */
+static inline int64_t tokens_of_tile(const query_group *group, place at) {
+    const int64_t left = group->params->block_size - at.token;
+    return left < LANES ? left : LANES;
+}
+
+static inline place next_tile(const query_group *group, place at) {
+    at.token += LANES;
+    return at.token < group->params->block_size ? at : (place){at.block + 1, 0};
+}
+
+/* Find the tiles of the strip that begins at `position`, which is `at`. Returns how many there are. */
+static inline int find_strip(const query_group *group, int64_t position, place at, const uint8_t **keys,
+                             const uint8_t **values) {
     const attention_params *params = group->params;
+    const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
+    const int64_t key_bytes = tile_bytes(params, params->key_dim), value_bytes = tile_bytes(params, params->value_dim);
     int num_tiles = 0;
-    for (; num_tiles < STRIP_TILES && position < group->end; num_tiles++) {
-        const int64_t tile = tile_number(group, position);
-        keys[num_tiles] = group->keys + tile * tile_bytes(params, params->key_dim);
-        values[num_tiles] = group->values + tile * tile_bytes(params, params->value_dim);
-        const int64_t left = params->block_size - position % params->block_size;
-        position += left < LANES ? left : LANES;
+    for (; num_tiles < STRIP_TILES && position < group->end; num_tiles++, at = next_tile(group, at)) {
+        const int64_t page = group->block_table[at.block] * params->num_kv_heads + group->kv_head;
+        const int64_t tile = page * tiles + at.token / LANES;
+        keys[num_tiles] = group->keys + tile * key_bytes;
+        values[num_tiles] = group->values + tile * value_bytes;
+        position += tokens_of_tile(group, at);
     }
     return num_tiles;
 }
@@ -369,16 +385,21 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
         max_score[r] = group->sink[r];
         total[r] = (floats){params->sinks ? 1.0f : 0.0f};
     }
+    for (int r = 0; next && r < num_rows; r++) /* queries are far apart, so each one would be waited for */
+        for (int64_t d = 0; d < params->key_dim; d += 64 / (int64_t)sizeof(scalar)) prefetch(next->query[r] + d);
     const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t position = group->begin;
+    place at = place_of(group, position);
     while (position < group->end) {
         floats scores[STRIP_TILES][MAX_ROWS];
         const uint8_t *keys[STRIP_TILES], *values[STRIP_TILES], *next_keys[STRIP_TILES], *next_values[STRIP_TILES];
-        const int num_tiles = find_strip(group, position, keys, values);
+        const int num_tiles = find_strip(group, position, at, keys, values);
         const int64_t next_position = position + STRIP_TILES * LANES;
         int num_next = 0;
-        if (next_position < group->end) num_next = find_strip(group, next_position, next_keys, next_values);
-        else if (next) num_next = find_strip(next, next->begin, next_keys, next_values);
+        if (prefetches && next_position < group->end)
+            num_next = find_strip(group, next_position, place_of(group, next_position), next_keys, next_values);
+        else if (prefetches && next)
+            num_next = find_strip(next, next->begin, place_of(next, next->begin), next_keys, next_values);
         for (; num_next < num_tiles; num_next++) { /* nothing left to prefetch: repeat what is in the cache already */
             next_keys[num_next] = keys[num_next];
             next_values[num_next] = values[num_next];
@@ -386,8 +407,7 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
         const int by_strip = SCORES_STRIPS && !prefetches && !has_codes && num_tiles == STRIP_TILES;
         if (by_strip) score_strip(scores, keys, queries, num_packed);
         for (int t = 0; t < num_tiles; t++) {
-            const int64_t offset = position % params->block_size;
-            const int64_t num_tokens = params->block_size - offset < LANES ? params->block_size - offset : LANES;
+            const int64_t num_tokens = tokens_of_tile(group, at);
             floats *score = scores[t];
             if (has_codes)
                 score_codes(score, num_rows, prefetches, keys[t], next_keys[t], (const scalar *)queries, key_dim,
@@ -405,11 +425,12 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
                 }
             }
             position += num_tokens;
+            at = next_tile(group, at);
         }
         packed weights[num_rows][STRIP_TILES][LANES / PACK];
         for (int r = 0; r < num_rows; r++) {
             floats top = scores[0][r];
-            for (int t = 1; t < num_tiles; t++) top = select_lanes(scores[t][r] > top, scores[t][r], top);
+            for (int t = 1; t < num_tiles; t++) top = larger(scores[t][r], top);
             const float highest = max_of_lanes(top);
             if (highest > max_score[r]) {
                 const floats decay = exp_nonpositive((floats){} + (max_score[r] - highest));
@@ -444,9 +465,13 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
     }
     for (int r = 0; r < num_rows; r++) {
         const float share = 1.0f / sum_of_lanes(total[r]);
-        scalar result[MAX_HEAD_DIM];
-        for (int64_t w = 0; w < width; w++) store(result + w * LANES, sums[r * width + w] * share);
-        memcpy(group->output[r], result, (size_t)params->value_dim * sizeof(scalar));
+        const int64_t left = params->value_dim % LANES, num_whole = params->value_dim / LANES;
+        for (int64_t w = 0; w < num_whole; w++) store(group->output[r] + w * LANES, sums[r * width + w] * share);
+        if (left) {
+            scalar rest[LANES];
+            store(rest, sums[r * width + num_whole] * share);
+            memcpy(group->output[r] + num_whole * LANES, rest, (size_t)left * sizeof(scalar));
+        }
     }
 }
 
@@ -492,7 +517,7 @@ static inline int64_t max_rows_of_group(const attention_params *params, int64_t 
     return num_queries > MAX_DECODE_QUERIES && params->page_format == PLAIN_PAGES ? MAX_PROMPT_ROWS : MAX_ROWS;
 }
 
-static query_group make_group(const attention_step *step, int64_t number) {
+static void make_group(query_group *group, const attention_step *step, int64_t number) {
     const attention_params *params = step->pages->params;
     const attention_metadata *metadata = step->metadata;
     const int64_t group_size = params->num_heads / params->num_kv_heads;
@@ -505,30 +530,29 @@ static query_group make_group(const attention_step *step, int64_t number) {
     const int64_t start = metadata->query_starts[sequence];
     const int64_t num_queries = metadata->query_starts[sequence + 1] - start;
     const int64_t within = number - step->first_group[sequence];
-    query_group group = {.params = params, .keys = step->pages->keys, .values = step->pages->values};
-    group.is_decode = num_queries <= MAX_DECODE_QUERIES;
+    group->params = params, group->keys = step->pages->keys, group->values = step->pages->values;
+    group->is_decode = num_queries <= MAX_DECODE_QUERIES;
     /* The groups of a prompt that have the same rows follow each other, because they take equally long. Those of a decode
        step that have the same keys do: the second one finds some of them in a cache. */
     const int64_t max_rows = max_rows_of_group(params, num_queries);
     const int64_t num_parts = (num_queries * group_size + max_rows - 1) / max_rows;
-    group.kv_head = group.is_decode ? within / num_parts : within % params->num_kv_heads;
-    const int64_t first_row = max_rows * (group.is_decode ? within % num_parts : within / params->num_kv_heads);
+    group->kv_head = group->is_decode ? within / num_parts : within % params->num_kv_heads;
+    const int64_t first_row = max_rows * (group->is_decode ? within % num_parts : within / params->num_kv_heads);
     const int64_t left = num_queries * group_size - first_row;
-    group.block_table = metadata->block_table + sequence * metadata->table_width;
-    group.num_rows = (int)(left < max_rows ? left : max_rows);
+    group->block_table = metadata->block_table + sequence * metadata->table_width;
+    group->num_rows = (int)(left < max_rows ? left : max_rows);
     for (int i = 0; i < MAX_ROWS; i++) { /* rows that do not exist are the last one again */
-        const int64_t row = first_row + (i < group.num_rows ? i : group.num_rows - 1);
-        const int64_t query = row / group_size, head = group.kv_head * group_size + row % group_size;
-        group.query[i] = step->queries + (start + query) * step->query_stride + head * params->key_dim;
-        group.output[i] = step->output + ((start + query) * params->num_heads + head) * params->value_dim;
-        group.sink[i] = params->sinks ? params->sinks[head] : -INFINITY;
-        group.position[i] = metadata->lengths[sequence] - num_queries + query;
+        const int64_t row = first_row + (i < group->num_rows ? i : group->num_rows - 1);
+        const int64_t query = row / group_size, head = group->kv_head * group_size + row % group_size;
+        group->query[i] = step->queries + (start + query) * step->query_stride + head * params->key_dim;
+        group->output[i] = step->output + ((start + query) * params->num_heads + head) * params->value_dim;
+        group->sink[i] = params->sinks ? params->sinks[head] : -INFINITY;
+        group->position[i] = metadata->lengths[sequence] - num_queries + query;
     }
-    group.end = group.position[group.num_rows - 1] + 1;
-    const int is_windowed = params->window && group.position[0] >= params->window;
-    group.begin = is_windowed ? group.position[0] - params->window + 1 : 0;
-    group.begin -= group.begin % params->block_size % LANES;
-    return group;
+    group->end = group->position[group->num_rows - 1] + 1;
+    const int is_windowed = params->window && group->position[0] >= params->window;
+    group->begin = is_windowed ? group->position[0] - params->window + 1 : 0;
+    group->begin -= group->begin % params->block_size % LANES;
 }
 
 static void attend(const layer_pages *pages, const attention_metadata *metadata, const scalar *queries,
@@ -550,12 +574,12 @@ static void attend(const layer_pages *pages, const attention_metadata *metadata,
     const int64_t batch = share < 1 ? 1 : share < params->num_kv_heads ? share : params->num_kv_heads;
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t end = num_groups; end > 0; end -= batch) { /* backwards: the end of a prompt sees most keys */
-        query_group group = make_group(&step, end - 1);
-        for (int64_t number = end - 1; number >= 0 && number >= end - batch; number--) {
+        query_group groups[2]; /* in turn this one and the next one */
+        make_group(groups, &step, end - 1);
+        for (int64_t number = end - 1, turn = 0; number >= 0 && number >= end - batch; number--, turn = 1 - turn) {
             const int is_last = number == 0 || number == end - batch;
-            const query_group next = is_last ? group : make_group(&step, number - 1);
-            attend_group(&group, is_last ? NULL : &next);
-            group = next;
+            if (!is_last) make_group(groups + 1 - turn, &step, number - 1);
+            attend_group(groups + turn, is_last ? NULL : groups + 1 - turn);
         }
     }
 }

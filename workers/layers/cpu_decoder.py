@@ -1,7 +1,7 @@
-"""All layers of a decoder in one call of C, for steps of few tokens on a CPU.
+"""The layers of a decoder in one call of C, on a CPU: all for steps of few tokens, and all but the last for others.
 
 Between two calls, Python takes longer than an OpenMP thread spins before it sleeps, and to wake a thread takes longer
-than to multiply.
+than to multiply by few rows, or than to norm those of a prompt.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _in_one_call(weight: Weight) -> CpuWeight | None:
 
 
 class CpuDecoder:
-    """The layers, for steps that `can_decode`."""
+    """The layers, for steps that it `can_decode` or `can_prefill`."""
 
     def __init__(self, layers: list[LayerParts], weights: list[CpuWeights]) -> None:
         """Make the structs that C reads. `weights` are those of `layers`."""
@@ -95,6 +95,7 @@ class CpuDecoder:
         experts = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
         of_experts = [weight for mixture in experts for weight in mixture.cpu_weights]
         self.max_tokens = min(weight.max_rows for weight in (*in_order, *of_experts))
+        self._takes_any_rows = not experts and all(weight.takes_any_rows for weight in in_order)
         self._decode_layers = in_order[0].library.decode_layers
         self.use_all_threads = in_order[0].library.use_all_threads  # before a step that it does not decode
         # After attention, a router chooses which experts are multiplied next.
@@ -113,9 +114,13 @@ class CpuDecoder:
         self.largest_weight = max(weight.num_inputs * weight.num_outputs for weight in (*in_order, *of_experts))
 
     def can_decode(self, num_tokens: int, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
-        """Return whether a step of so many tokens can take this path."""
+        """Return whether a step of so many tokens can take this path through all layers."""
         is_masked = adapters is not None and adapters.mask is not None
         return 0 < num_tokens <= self.max_tokens and isinstance(paged.backend, CpuAttention) and not is_masked
+
+    def can_prefill(self, paged: PagedStep, adapters: LoraStep | None = None) -> bool:
+        """Return whether any step can take this path through all layers but the last."""
+        return self._takes_any_rows and isinstance(paged.backend, CpuAttention) and adapters is None
 
     def pages(self, backend: CpuAttention, cache: KVCache) -> ctypes.Array[CLayerPages]:
         """Return the pages of all layers as C reads them. They point to the cache's tensors."""
@@ -132,18 +137,20 @@ class CpuDecoder:
         paged: PagedStep,
         tap: LayerTap | None = None,
         adapters: LoraStep | None = None,
+        num_layers: int | None = None,
     ) -> None:
-        """Run all layers on x [num_tokens, hidden_size], in place. `adapters` says which rows have which.
+        """Run the first `num_layers`, or all, on x [num_tokens, hidden_size], in place.
 
-        A tap divides the layers into several calls, between which it keeps a copy of x.
+        `adapters` says which rows have which. A tap divides the layers into several calls, and keeps x between them.
         """
         backend = paged.backend
         assert isinstance(backend, CpuAttention) and x.is_contiguous()
         pages = self.pages(backend, paged.cache)
         rotation_structs = (CRotation * len(rotations))(*(rotation_struct(each, x.dtype) for each in rotations))
         workspace = x.new_empty(len(x) * self.workspace_per_token)
-        gemm_workspace = torch.empty(len(x) * self.gemm_workspace_bytes, dtype=torch.uint8)
-        bounds = {0, len(self._layers)}.union(() if tap is None else tap.layers)
+        gemm_workspace = torch.empty(self._gemm_workspace_bytes(len(x)), dtype=torch.uint8)
+        last = len(self._layers) if num_layers is None else num_layers
+        bounds = {0, last}.union(() if tap is None else (layer for layer in tap.layers if layer < last))
         for first, stop in pairwise(sorted(bounds)):
             if tap is not None:
                 tap.keep(first, x.clone())
@@ -158,8 +165,13 @@ class CpuDecoder:
                 workspace.data_ptr(),
                 gemm_workspace.data_ptr(),
             )
-        if tap is not None:
-            tap.keep(len(self._layers), x)
+        if tap is not None and last == len(self._layers):
+            tap.keep(last, x)
+
+    def _gemm_workspace_bytes(self, num_tokens: int) -> int:
+        if num_tokens <= self.max_tokens:
+            return num_tokens * self.gemm_workspace_bytes
+        return max(weight.workspace_bytes_of(num_tokens) for layer in self._weights for weight in layer)
 
 
 def _make_struct(layer: LayerParts, weights: CpuWeights) -> CDecoderLayer:

@@ -19,7 +19,8 @@ SCALAR_BYTES = 4  # of float32; bfloat16 takes half
 class CpuWeight:
     """A weight [num_outputs, num_inputs] in a layout that a C function multiplies.
 
-    `max_rows` is the largest step that all layers compute in one call.
+    `max_rows` is the largest step that all layers compute in one call, the last one included. If `takes_any_rows`, the
+    C function multiplies larger ones as well.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class CpuWeight:
         max_rows: int,
         workspace_bytes: int,
         keeps_alive: Sequence[object],
+        takes_any_rows: bool = True,
     ) -> None:
         """Take the library's function `multiply`, the struct that it reads, and the workspace it needs for each row.
 
         `keeps_alive` holds the tensors that the struct points to, because C has only addresses.
         """
         self.library, self.max_rows, self.workspace_bytes = library, max_rows, workspace_bytes
+        self.takes_any_rows = takes_any_rows
         self.num_outputs: int = struct.base.num_outputs
         self.num_inputs: int = struct.base.num_inputs
         self._multiply, self._struct, self._keeps_alive = multiply, struct, keeps_alive
@@ -50,6 +53,14 @@ class CpuWeight:
     def prefetch_next(self, weight: CpuWeight) -> None:
         """Prefetch `weight` at the end of each multiplication, because it is multiplied next."""
         self._struct.base.next = weight.first_address
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x W' + b."""
+        return self.multiply_by_c(x, None)
+
+    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + x W' + b."""
+        return self.multiply_by_c(x, residual)
 
     def multiply_by_c(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return x W' + b + residual for x [..., num_inputs]; without rows, an empty result."""
@@ -71,7 +82,11 @@ class CpuWeight:
         """Return memory for the intermediate results of so many rows."""
         if not self.workspace_bytes:
             return None
-        return torch.empty(min(num_rows, WORKSPACE_ROWS) * self.workspace_bytes, dtype=torch.uint8)
+        return torch.empty(self.workspace_bytes_of(num_rows), dtype=torch.uint8)
+
+    def workspace_bytes_of(self, num_rows: int) -> int:
+        """Return the bytes that the intermediate results of so many rows take."""
+        return min(num_rows, WORKSPACE_ROWS) * self.workspace_bytes
 
 
 class SideBySideCpuWeight(CpuWeight):
@@ -90,7 +105,14 @@ class SideBySideCpuWeight(CpuWeight):
         )
         max_rows = min(part.max_rows for part in parts)
         workspace_bytes = max(part.workspace_bytes for part in parts) + SCALAR_BYTES * num_outputs
-        super().__init__(library, library.multiply_side_by_side, struct, max_rows, workspace_bytes, [parts, addresses])
+        takes_any_rows = all(part.takes_any_rows for part in parts)
+        keeps_alive = [parts, addresses]
+        multiply = library.multiply_side_by_side
+        super().__init__(library, multiply, struct, max_rows, workspace_bytes, keeps_alive, takes_any_rows)
+
+    def workspace_bytes_of(self, num_rows: int) -> int:
+        of_products = SCALAR_BYTES * self.num_outputs * num_rows
+        return of_products + max(part.workspace_bytes_of(num_rows) for part in self._parts)
 
     @property
     def first_address(self) -> int:

@@ -252,10 +252,13 @@ class FusedDecoder(nn.Module):
             self.cpu_decoder.use_all_threads()
         is_last_stage = self._stage is None or self._stage.is_last
         *layers, last = self._layers
-        for index, layer in enumerate(layers):
-            if tap is not None:
-                tap.keep_copy(index, x)
-            x = layer.finish(layer.attend(x, rotations, paged), x)
+        if self.cpu_decoder is not None and self.cpu_decoder.can_prefill(paged, adapters):
+            self.cpu_decoder.decode(x, rotations, paged, tap, adapters, len(layers))
+        else:
+            for index, layer in enumerate(layers):
+                if tap is not None:
+                    tap.keep_copy(index, x)
+                x = layer.finish(layer.attend(x, rotations, paged), x)
         attended, indices = last.attend(x, rotations, paged), paged.logits_indices
         is_whole = not is_last_stage or indices is None or len(indices) >= len(x)
         if tap is not None:

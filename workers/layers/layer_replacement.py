@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from workers.attention.interface import AttentionParams
 from workers.csrc.build import c_library
 from workers.device.triton_support import triton_failure
+from workers.layers.compact_gemm import make_compact_weight
 from workers.layers.cpu_decoder import make_cpu_decoder
 from workers.layers.cpu_ops import CpuOps
 from workers.layers.fused_decoder import fuse_layers
@@ -86,7 +87,7 @@ def make_cpu_method(library: ctypes.CDLL) -> LinearMethod:
     def make_weight(matrix: Tensor | QuantizedTensor, bias: Tensor | None) -> Weight:
         if isinstance(matrix, QuantizedTensor):
             return quantized.make_weight(matrix, bias)
-        return dense.make_weight(matrix, bias)
+        return make_compact_weight(library, matrix, bias) or dense.make_weight(matrix, bias)
 
     return make_weight
 

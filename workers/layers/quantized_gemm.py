@@ -89,12 +89,6 @@ class QuantizedGemmWeight(CpuWeight):
         super().__init__(library, library.quantized_gemm, struct, MAX_ROWS_IN_ONE_CALL, workspace_bytes, keeps_alive)
         self.num_bytes = data.nbytes
 
-    def multiply(self, x: Tensor) -> Tensor:
-        return self.multiply_by_c(x, None)
-
-    def multiply_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.multiply_by_c(x, residual)
-
 
 @dataclass(frozen=True, slots=True)
 class _CodeLayout:

@@ -69,7 +69,8 @@ class SkinnyGemmWeight(CpuWeight):
         )
         struct = CPackedWeight(base=base, block_width=block_width)
         in_one_call = min(max_rows, MAX_ROWS_IN_ONE_CALL)
-        super().__init__(library, library.skinny_gemm, struct, in_one_call, 0, [packed, bias])
+        takes_any_rows = max_rows == ANY_NUMBER
+        super().__init__(library, library.skinny_gemm, struct, in_one_call, 0, [packed, bias], takes_any_rows)
         self._packed, self._max_rows_by_c = packed, max_rows
 
     def multiply(self, x: Tensor) -> Tensor:
