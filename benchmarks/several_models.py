@@ -3,8 +3,9 @@
     python -m benchmarks.several_models
 
 Cost-optimised: memory for two of the three models, which are loaded on demand. Latency-optimised: all three stay
-loaded. The first table has the latency of a request whose model has to be loaded first (cold), and of one whose model
-is loaded (hot). The second one has what a client notices that asks for the models at random, most often for the LLM.
+loaded. Both servers run at the same time, and requests go to them in turn. The first table has the latency of a request
+whose model has to be loaded first (cold), and of one whose model is loaded (hot). The second one has what a client
+notices that asks for the models at random, most often for the LLM.
 
 The models are small random ones and the demo model; --texts, --images and --chat take others. Then most of a cold start
 is what a worker process takes to import torch and transformers.
@@ -15,13 +16,15 @@ from __future__ import annotations
 import argparse
 import base64
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from msgspec import Struct, field
 
 from tests.support import proc
 from tests.support.predictor_checkpoints import make_classifier, make_image, make_image_classifier
@@ -60,17 +63,40 @@ def workers_mib(server: ServerProcess) -> float:
     return sum(map(proc.resident_mib, server.worker_pids()))
 
 
-def measure(server: ServerProcess, rounds: int, hot: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the times of the first request of each round and of the others, by model.
+class Measured(Struct):
+    """What one way of serving took, in seconds, by model."""
 
-    With memory for two models, the three in turn make each other make room: each first request is cold.
+    first: dict[str, list[float]] = field(default_factory=lambda: {model: [] for model in MODELS})
+    others: dict[str, list[float]] = field(default_factory=lambda: {model: [] for model in MODELS})
+    mixed: list[float] = field(default_factory=list)
+    memory_mib: float = 0.0
+    num_loads: float = 0.0
+
+
+def measure(servers: dict[str, ServerProcess], rounds: int, hot: int, chosen: list[str]) -> dict[str, Measured]:
+    """Measure the first request of each round and the others, and then the requests for the chosen models.
+
+    With memory for two models, the three in turn make each other make room: each first request is cold. The servers
+    take turns with each request, so that whatever else the machine does is the same for both.
     """
-    found: dict[str, tuple[list[float], list[float]]] = {model: ([], []) for model in MODELS}
+    found = {way: Measured() for way in servers}
+    for server in servers.values():
+        for model in MODELS[1:]:  # so that the first one is cold when the rounds begin
+            ask(server, model)
     for _ in range(rounds):
         for model in MODELS:
-            first, others = found[model]
-            first.append(ask(server, model))
-            others += [ask(server, model) for _ in range(hot)]
+            for way, server in servers.items():
+                found[way].first[model].append(ask(server, model))
+            for _ in range(hot):
+                for way, server in servers.items():
+                    found[way].others[model].append(ask(server, model))
+    before = {way: server.metric("servekit_model_loads_total") for way, server in servers.items()}
+    for model in chosen:
+        for way, server in servers.items():
+            found[way].mixed.append(ask(server, model))
+    for way, server in servers.items():
+        found[way].num_loads = server.metric("servekit_model_loads_total") - before[way]
+        found[way].memory_mib = workers_mib(server)
     return found
 
 
@@ -95,47 +121,32 @@ def main() -> None:
             "latency-optimised": write_models(folder, paths, "always", 3),
         }
         chosen = random.Random(7).choices(MODELS, WEIGHTS, k=arguments.requests)
-        times: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-        mixed: dict[str, list[float]] = {}
-        memory: dict[str, float] = {}
-        loads: dict[str, float] = {}
-        for way, file in ways.items():
-            with serving("--models", str(file), log=folder / f"{way}.log") as server:
-                began = time.perf_counter()
-                for model in MODELS[1:]:  # so that the first one is cold when the rounds begin
-                    ask(server, model)
-                times[way] = measure(server, arguments.rounds, arguments.hot)
-                before = server.metric("servekit_model_loads_total")
-                mixed[way] = [ask(server, model) for model in chosen]
-                loads[way] = server.metric("servekit_model_loads_total") - before
-                memory[way] = workers_mib(server)
-                print(f"{way}: measured for {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    print_tables(times, mixed, memory, loads)
+        with ExitStack() as stack:
+            servers = {
+                way: stack.enter_context(serving("--models", str(file), log=folder / f"{way}.log"))
+                for way, file in ways.items()
+            }
+            print_tables(measure(servers, arguments.rounds, arguments.hot, chosen))
 
 
-def print_tables(
-    times: dict[str, dict[str, tuple[list[float], list[float]]]],
-    mixed: dict[str, list[float]],
-    memory: dict[str, float],
-    loads: dict[str, float],
-) -> None:
-    cost, latency = times.values()
+def print_tables(found: dict[str, Measured]) -> None:
+    cost, latency = found.values()
     print("| median latency | cost-optimised, cold | cost-optimised, hot | latency-optimised |")
     print("|---|---:|---:|---:|")
     for model in MODELS:
-        values = (median(cost[model][0]), median(cost[model][1]), median(latency[model][1]))
+        values = (median(cost.first[model]), median(cost.others[model]), median(latency.others[model]))
         print(f"| {model} | " + " | ".join(f"{1e3 * value:,.1f} ms" for value in values) + " |")
-    print("\n| requests at random | " + " | ".join(mixed) + " |")
+    print("\n| requests at random | " + " | ".join(found) + " |")
     print("|---|---:|---:|")
-    rows: dict[str, Callable[[str], str]] = {
-        "median": lambda way: f"{1e3 * median(mixed[way]):,.1f} ms",
-        "95th percentile": lambda way: f"{1e3 * percentile(mixed[way], 0.95):,.1f} ms",
-        "requests/s of one client": lambda way: f"{len(mixed[way]) / sum(mixed[way]):,.1f}",
-        "models loaded meanwhile": lambda way: f"{loads[way]:.0f}",
-        "memory of the workers at the end": lambda way: f"{memory[way]:,.0f} MiB",
+    rows: dict[str, Callable[[Measured], str]] = {
+        "median": lambda way: f"{1e3 * median(way.mixed):,.1f} ms",
+        "95th percentile": lambda way: f"{1e3 * percentile(way.mixed, 0.95):,.1f} ms",
+        "requests/s of one client": lambda way: f"{len(way.mixed) / sum(way.mixed):,.1f}",
+        "models loaded meanwhile": lambda way: f"{way.num_loads:.0f}",
+        "memory of the workers at the end": lambda way: f"{way.memory_mib:,.0f} MiB",
     }
     for name, value in rows.items():
-        print(f"| {name} | " + " | ".join(map(value, mixed)) + " |")
+        print(f"| {name} | " + " | ".join(map(value, found.values())) + " |")
 
 
 if __name__ == "__main__":
