@@ -81,16 +81,16 @@ def _find_adapter(request: Request, name: str | None, field: str, adapter: str) 
     """
     models, caller = models_of(request), caller_of(request)
     served = models.served(caller)
-    anywhere = find_adapted(served, adapter)
+    anywhere = find_adapted(served, adapter, caller)
     if anywhere is None:
-        known = listed(name for each in served for name in each.adapter_paths)
+        known = listed(name for each in served for name in each.adapters_for(caller))
         has = f"this server has {known}" if known else "it has no adapters"
         raise InvalidRequest(
             f"{field}: the server has no adapter {adapter[:MAX_NAME_SHOWN]!r}; {has} (docs/lora.md)", param=field
         )
     if name is None or name in ANY_MODEL or name == adapter:
         return anywhere
-    found = find_adapted([models.find(name, caller)], adapter)
+    found = find_adapted([models.find(name, caller)], adapter, caller)
     if found is None:
         raise InvalidRequest(
             f"{field}: {adapter!r} is an adapter of the model {anywhere.parent.name!r}, and the request names "

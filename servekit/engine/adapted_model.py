@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -53,7 +53,10 @@ class AdaptedModel:
 
     def __init__(self, parent: ServedModel, name: str, path: str) -> None:
         self.parent, self.name, self.path = parent, name, path
-        self.adapter_paths: dict[str, str] = {}  # it has none of its own
+
+    def adapters_for(self, caller: Caller) -> Mapping[str, str]:
+        """It has no adapters of its own."""
+        return {}
 
     @property
     def kind(self) -> str:
@@ -109,15 +112,15 @@ class AdaptedModel:
         return _AdaptedUse(use, adapter, self.config)
 
 
-def adapted_models(models: Iterable[ServedModel]) -> list[AdaptedModel]:
-    """Return the models with each of their adapters."""
-    return [AdaptedModel(model, name, path) for model in models for name, path in model.adapter_paths.items()]
+def adapted_models(models: Iterable[ServedModel], caller: Caller) -> list[AdaptedModel]:
+    """Return the models with each of their adapters that the caller may use."""
+    return [AdaptedModel(model, name, path) for model in models for name, path in model.adapters_for(caller).items()]
 
 
-def find_adapted(models: Iterable[ServedModel], name: str) -> AdaptedModel | None:
-    """Return the model that has an adapter of this name."""
+def find_adapted(models: Iterable[ServedModel], name: str, caller: Caller) -> AdaptedModel | None:
+    """Return the model that has an adapter of this name, if the caller may use it."""
     for model in models:
-        if (path := model.adapter_paths.get(name)) is not None:
+        if (path := model.adapters_for(caller).get(name)) is not None:
             return AdaptedModel(model, name, path)
     return None
 

@@ -303,9 +303,8 @@ class ServedModel(Protocol):
     def worker(self) -> WorkerReport | None:
         """What its worker reported when it was loaded last; None if it was never loaded."""
 
-    @property
-    def adapter_paths(self) -> Mapping[str, str]:
-        """The directory of each of its LoRA adapters, by name."""
+    def adapters_for(self, caller: Caller) -> Mapping[str, str]:
+        """The directory of each of its LoRA adapters that the caller may use, by name."""
 
     @property
     def max_prompt_tokens(self) -> int | None:

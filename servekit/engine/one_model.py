@@ -42,6 +42,10 @@ class OneModel(ABC):
         """The directory of each of its LoRA adapters, by name."""
         return {} if self.adapters is None else self.adapters.paths
 
+    def adapters_for(self, caller: Caller) -> Mapping[str, str]:
+        """The same: every caller may use them."""
+        return self.adapter_paths
+
     @property
     def engine(self) -> Self:
         """The engine itself."""

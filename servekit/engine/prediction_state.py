@@ -1,9 +1,10 @@
-"""The state of one admitted prediction: its items, and what was computed of them."""
+"""The state of one admitted prediction, and what was computed of its inputs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from servekit.dynamic_batching.item import Item
 from servekit.engine.caller import Caller
@@ -13,18 +14,14 @@ from servekit.errors import ServekitError
 class PredictionState:
     """A prediction that was admitted. Await its `results`, or `abort` it."""
 
-    def __init__(self, caller: Caller, items: list[Item], abort: Callable[[PredictionState], None]) -> None:
+    def __init__(self, caller: Caller, num_inputs: int, num_tokens: int, abort: Callable[[Any], None]) -> None:
         self.caller = caller
-        self.items = items  # one for each input, in order
+        self.num_inputs = num_inputs
+        self.num_tokens = num_tokens  # of all inputs; an image has none
+        self.num_missing = num_inputs  # inputs without a result
         self._abort = abort
-        self._results: list[bytes] = [b""] * len(items)
-        self._num_missing = len(items)
+        self._results: list[bytes] = [b""] * num_inputs
         self._done: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all inputs; an image has none."""
-        return sum(item.length for item in self.items)
 
     @property
     def is_done(self) -> bool:
@@ -36,10 +33,10 @@ class PredictionState:
         return await asyncio.shield(self._done)
 
     def put(self, index: int, result: bytes) -> None:
-        """Take the result of an item."""
+        """Take the result of an input."""
         self._results[index] = result
-        self._num_missing -= 1
-        if not self._num_missing and not self._done.done():
+        self.num_missing -= 1
+        if not self.num_missing and not self._done.done():
             self._done.set_result(self._results)
 
     def fail(self, error: ServekitError) -> None:
@@ -51,3 +48,11 @@ class PredictionState:
     def abort(self) -> None:
         """End what is left of the prediction. Does not await, so it may be called in a `finally` clause."""
         self._abort(self)
+
+
+class BatchedPrediction(PredictionState):
+    """A prediction whose inputs are items of this server's own batches."""
+
+    def __init__(self, caller: Caller, items: list[Item], abort: Callable[[BatchedPrediction], None]) -> None:
+        super().__init__(caller, len(items), sum(item.length for item in items), abort)
+        self.items = items  # one for each input, in order

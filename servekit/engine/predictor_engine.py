@@ -28,7 +28,7 @@ from servekit.engine.engine_core import RETRY_AFTER_S
 from servekit.engine.live_view import LiveView
 from servekit.engine.model_files import find_model
 from servekit.engine.one_model import OneModel
-from servekit.engine.prediction_state import PredictionState
+from servekit.engine.prediction_state import BatchedPrediction
 from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
 from servekit.engine.readiness_probe import ReadinessProbe
 from servekit.errors import (
@@ -98,7 +98,7 @@ class PredictorEngine(OneModel):
         self._tokenizer: PredictorTokenizer | None = None
         self._item_ids = itertools.count()
         self._unfinished: dict[
-            int, tuple[PredictionState, int, TextItem | ImageItem]
+            int, tuple[BatchedPrediction, int, TextItem | ImageItem]
         ] = {}  # by item id; int: its index
         self._places = SharedBudget(config.max_num_queued_reqs)  # places of items that are admitted and have not ended
         self._tokens = SharedBudget(config.max_num_queued_tokens)
@@ -274,7 +274,7 @@ class PredictorEngine(OneModel):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: PredictionRequest, caller: Caller = ANONYMOUS) -> PredictionState:
+    async def submit(self, request: PredictionRequest, caller: Caller = ANONYMOUS) -> BatchedPrediction:
         """Admit all inputs of a request, or none. Raises RequestError or WorkerError."""
         arrival_s, num_items, tenant = self._clock(), len(request.inputs), caller.tenant
         self._check_admission(request, caller)
@@ -292,7 +292,7 @@ class PredictorEngine(OneModel):
             Item(next(self._item_ids), self._length(item), arrival_s, tenant, priority, deadline_s, _num_bytes(item))
             for item in items
         ]
-        state = PredictionState(caller, entries, self._abort)
+        state = BatchedPrediction(caller, entries, self._abort)
         for index, (entry, item) in enumerate(zip(entries, items, strict=True)):
             self._unfinished[entry.item_id] = state, index, item
             self._tokens.take(tenant, entry.length)
@@ -385,12 +385,12 @@ class PredictorEngine(OneModel):
     def _length(self, item: TextItem | ImageItem) -> int:
         return len(item.token_ids) if isinstance(item, TextItem) else self.model.item_tokens
 
-    def _states(self) -> list[PredictionState]:
+    def _states(self) -> list[BatchedPrediction]:
         return list(dict.fromkeys(state for state, _, _ in self._unfinished.values()))
 
     # -- the end of items ---------------------------------------------------------------------------------------------
 
-    def _end(self, item: Item) -> tuple[PredictionState, int]:
+    def _end(self, item: Item) -> tuple[BatchedPrediction, int]:
         """Forget an item that has ended; return its request and its index there."""
         state, index, _ = self._unfinished.pop(item.item_id)
         self._places.release(item.tenant, 1)
@@ -398,12 +398,12 @@ class PredictorEngine(OneModel):
         self._ended_s.append(self._clock())
         return state, index
 
-    def _fail(self, state: PredictionState, error: ServekitError) -> None:
+    def _fail(self, state: BatchedPrediction, error: ServekitError) -> None:
         """Report an error to a request's client, and end all of its items."""
         state.fail(error)
         self._abort(state, "failed")
 
-    def _abort(self, state: PredictionState, outcome: str = "aborted") -> None:
+    def _abort(self, state: BatchedPrediction, outcome: str = "aborted") -> None:
         for item in state.items:
             if item.item_id in self._unfinished:
                 self.batcher.finish(item)

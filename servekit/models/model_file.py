@@ -23,6 +23,7 @@ from servekit.models.packing import DeviceUse, Keep, Workers, check_dedicated, d
 from servekit.remote.settings import (
     FIXED_OF_VLLM,
     OpenAISettings,
+    PredictorServerSettings,
     ServerSettings,
     TritonSettings,
     VllmSettings,
@@ -40,6 +41,11 @@ Converted = TypeVar("Converted", bound=Struct)
 REMOTE_KINDS: dict[str, tuple[type[ServerSettings], str]] = {
     "openai": (OpenAISettings, "http://gpu-7:8000/v1"),
     "triton": (TritonSettings, "http://triton:8000"),
+}
+# What models on other servers do besides: these kinds are remote if their entry has `remote`.
+REMOTE_PREDICTORS: dict[str, tuple[type[ServerSettings], str]] = {
+    "embed": (PredictorServerSettings, "http://gpu-7:8000/v1"),
+    "rerank": (PredictorServerSettings, "http://gpu-7:8000/v1"),
 }
 KINDS = ("auto", "generate", "embed", "rerank", "classify")  # kinds of models that this server runs itself
 # The settings that a remote model can have. All other settings are about how a model is computed.
@@ -72,6 +78,7 @@ _TAKES = {
     "keep": "'always', 'on_demand' or 'dedicated'",
     "memory_bytes": "an integer from 0 to 2**60: the bytes that each worker of the model takes on its device",
     "tenants": "a list of tenants, each of 1 to 64 letters, digits, '.', '_' and '-'",
+    "adapter_tenants": "a table of adapters and their tenants, such as { sql = ['search'] }",
     "models": "a table of ids and weights, such as { a = 90, b = 10 }",
     "sticky": "'key' or 'conversation'",
     "mirror": "the id of a model",
@@ -91,6 +98,7 @@ class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep: Keep = "always"
     memory_bytes: Bytes | None = None  # of one worker, on its device
     tenants: list[Tenant] | None = None  # tenants that may use it; None: all tenants
+    adapter_tenants: Mapping[Name, list[Tenant]] = {}  # that may use an adapter; those missing are for all of these
 
     @property
     def is_kept(self) -> bool:
@@ -321,13 +329,15 @@ def _take_remote(entry: dict[str, Any], where: str) -> ServerSettings | None:
     Raises ConfigError.
     """
     kind = entry.get("kind")
-    if kind not in REMOTE_KINDS:
+    known = REMOTE_KINDS | REMOTE_PREDICTORS
+    if not isinstance(kind, str) or kind not in known:
         if "remote" in entry:
-            kinds = " or ".join(map(repr, REMOTE_KINDS))
+            kinds = " or ".join(map(repr, known))
             raise ConfigError(f"{where}: remote is for models of another server; set kind = {kinds}, or leave it out")
         return None
-    settings, example = REMOTE_KINDS[kind]
-    del entry["kind"]
+    if kind in REMOTE_PREDICTORS and "remote" not in entry:
+        return None
+    settings, example = known[kind]
     remote = entry.pop("remote", None)
     if not isinstance(remote, dict):
         raise ConfigError(
@@ -336,13 +346,15 @@ def _take_remote(entry: dict[str, Any], where: str) -> ServerSettings | None:
     if "memory_bytes" in entry:
         raise ConfigError(f"{where}: memory_bytes is only for models that this server runs; leave it out")
     for name in entry:
-        if name in MODEL_SETTINGS and name not in REMOTE_MODEL_SETTINGS:
+        if name in MODEL_SETTINGS and name not in REMOTE_MODEL_SETTINGS and name != "kind":
             raise ConfigError(
                 f"{where}: {name} is a setting of models that this server runs, and this one runs on another server; "
                 "leave it out, and set it there"
             )
-        if kind == "triton" and name in OF_GENERATION:
+        if kind != "openai" and name in OF_GENERATION:
             raise ConfigError(f"{where}: {name} is a setting of models that generate text; leave it out")
+    if kind not in REMOTE_PREDICTORS:
+        del entry["kind"]  # it says how the server is asked; what the model does follows from that
     remote = {name.replace("-", "_"): value for name, value in remote.items()}
     return _convert(remote, settings, f"{where}: remote")
 
@@ -394,7 +406,7 @@ def _parse_model(
     if "model" not in entry:
         raise ConfigError(f"{where}: it has no model, which is a directory, a GGUF file or a Hugging Face id")
     values = {**msgspec.structs.asdict(base), **entry, "served_model_name": own["id"], "models": None}
-    if remote is not None or vllm is not None:
+    if (remote is not None or vllm is not None) and "kind" not in entry:
         values["kind"] = "generate"
     elif isinstance(kind := values["kind"], str) and kind not in KINDS:
         raise ConfigError(f"{where}: kind = {kind[:64]!r} must be one of {', '.join((*KINDS, *REMOTE_KINDS, 'vllm'))}")
@@ -403,6 +415,8 @@ def _parse_model(
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {explain_setting(str(error), values)}") from None
     own_entry = _convert(own, ModelEntry, where)
+    if own_entry.adapter_tenants and not (config.has_adapters and remote is None and vllm is None):
+        raise ConfigError(f"{where}: adapter_tenants is for models with adapters; set lora or enable_lora, too")
     if remote is not None:
         return ModelSpec(entry=own_entry, config=config, workers=None, server=remote)
     known = estimate(config) if vllm is None and own_entry.memory_bytes is None else None

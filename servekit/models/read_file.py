@@ -128,7 +128,7 @@ def _with_kind(spec: ModelSpec, where: str) -> ModelSpec:
         adapters_at_start(spec.config)
     except ConfigError as error:
         raise ConfigError(f"{where}: the model {spec.id!r}: {error.message}") from None
-    if kind != GENERATE:
+    if kind != GENERATE and spec.server is None:
         try:
             check_settings(spec.config, PredictorKind(kind))
         except ConfigError as error:

@@ -44,7 +44,8 @@ from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.remote_model import RemoteModel
-from servekit.remote.settings import OpenAISettings, TritonSettings, VllmSettings
+from servekit.remote.remote_predictor import RemotePredictor
+from servekit.remote.settings import OpenAISettings, PredictorServerSettings, TritonSettings, VllmSettings
 from servekit.remote.triton_engine import TritonEngine
 from servekit.remote.vllm_engine import VllmEngine
 from servekit.shared_budget import SharedBudget
@@ -114,6 +115,15 @@ class ManagedModel:
         if isinstance(self.engine, LLMEngine):
             return self.engine.adapter_paths
         return adapters_at_start(self.config)
+
+    def adapters_for(self, caller: Caller) -> Mapping[str, str]:
+        """Those that the caller's tenant may use and see."""
+        tenants = self.spec.entry.adapter_tenants
+        return {
+            name: path
+            for name, path in self.adapter_paths.items()
+            if name not in tenants or caller.tenant in tenants[name]
+        }
 
     @property
     def load_state(self) -> State:
@@ -292,7 +302,7 @@ class SeveralModels:
         else:
             key = conversation() if split.sticky == "conversation" and conversation is not None else b""
             found = split.choose(key or (caller.tenant or caller.request_id).encode())
-        adapted = find_adapted(self.served(caller), wanted) if found is None else None
+        adapted = find_adapted(self.served(caller), wanted, caller) if found is None else None
         if adapted is not None:
             return adapted
         if found is None or not self._may_use(wanted, caller):
@@ -315,7 +325,7 @@ class SeveralModels:
         """All names that the caller may use: of models and aliases, then of adapters."""
         yield from (name for name in self._names if self._may_use(name, caller))
         for model in self.served(caller):
-            yield from model.adapter_paths
+            yield from model.adapters_for(caller)
 
     # -- for operators ------------------------------------------------------------------------------------------------
 
@@ -700,6 +710,8 @@ class SeveralModels:
                 return RemoteEngine(spec.config, spec.server, self._clock, model.metrics)
             case TritonSettings():
                 return TritonEngine(spec.config, spec.server, self._clock, model.metrics)
+            case PredictorServerSettings():
+                return RemotePredictor(spec.config, spec.server, self._clock, model.metrics)
         return make_engine(spec.config, self._clock, model.metrics, self._result_budget)
 
     async def _give_up(self, model: ManagedModel, engine: ManagedEngine | None, error: Exception) -> None:

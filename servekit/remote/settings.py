@@ -12,7 +12,7 @@ Seconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 TAKES = {
     "url": "an address such as 'https://api.example.com/v1' or 'http://triton:8000', without user, query and fragment",
     "api_key_env": "the name of an environment variable, which has the API key",
-    "dialect": "'openai', 'vllm' or 'tgi'",
+    "dialect": "'openai', 'vllm' or 'tgi', and for models that embed or rerank 'openai', 'vllm' or 'tei'",
     "proxy": "the address of an HTTP proxy such as 'http://proxy:3128', without a user",
     "max_connections": "an integer from 1 to 4096",
     "connect_timeout": "a number above 0 up to 3600: seconds",
@@ -26,6 +26,7 @@ TAKES = {
     "arguments": "a list of texts: flags of `vllm serve`, such as ['--enforce-eager']",
     "environment": "a table of names and texts, such as { VLLM_CPU_KVCACHE_SPACE = '4' }",
     "answer_timeout": "a number above 0 up to 3600: seconds",
+    "max_batch_size": "an integer from 1 to 1024: inputs in one request to the server",
     "load_timeout": "a number above 0 up to 3600: seconds",
     "model_control_mode": "'none' or 'explicit', as the server's own --model-control-mode",
 }
@@ -73,6 +74,20 @@ class TritonSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_f
     load_timeout: Seconds = 300.0  # until the server has loaded the model
     # explicit: the model is loaded there when it is loaded here, and unloaded there when it is unloaded here.
     model_control_mode: Literal["none", "explicit"] = "none"
+
+    first_answer_setting: ClassVar[str] = "answer_timeout"
+
+
+PredictorDialect = Literal["openai", "vllm", "tei"]
+
+
+class PredictorServerSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that computes embeddings or scores documents: kinds `embed` and `rerank`, with `remote`."""
+
+    # vllm: the server takes vLLM's parameters, too. tei: it is text-embeddings-inference, with its own routes.
+    dialect: PredictorDialect = "openai"
+    answer_timeout: Seconds = 60.0  # for a connection, and then again for the whole answer
+    max_batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32  # inputs of one request; text-embeddings-inference's limit
 
     first_answer_setting: ClassVar[str] = "answer_timeout"
 

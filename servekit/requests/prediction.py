@@ -27,5 +27,6 @@ class PredictionRequest(Struct, frozen=True, kw_only=True):
     prompt_name: str | None = None  # of the checkpoint's prompts; None: its default one
     truncates: bool = False  # cut inputs that are too long, in place of refusing them
     max_tokens: int | None = None  # to which inputs are cut; None: the model's limit
+    raw_scores: bool = False  # the model's own numbers are wanted, without its activation
     priority: int = 0
     deadline_ms: int | None = None

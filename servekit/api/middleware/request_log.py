@@ -110,7 +110,7 @@ def _log_end(scope: Scope, exchange: _Exchange, duration_s: float) -> None:
         entry["finish_reasons"] = state.finish_reasons
     prediction: PredictionState | None = scope["state"].get("prediction")
     if prediction is not None:
-        entry["inputs"] = len(prediction.items)
+        entry["inputs"] = prediction.num_inputs
         entry["prompt_tokens"] = prediction.num_tokens
     log.log(level, "request", extra=fields(**entry))
 

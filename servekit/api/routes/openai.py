@@ -55,8 +55,9 @@ async def chat_completions(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """List the models that the caller may use."""
-    served = models_of(request).served(caller_of(request))
-    return respond(ModelList([_describe(request, each) for each in (*served, *adapted_models(served))]))
+    caller = caller_of(request)
+    served = models_of(request).served(caller)
+    return respond(ModelList([_describe(request, each) for each in (*served, *adapted_models(served, caller))]))
 
 
 async def model(request: Request) -> Response:

@@ -227,6 +227,7 @@ class RerankRequest(PredictionFields, kw_only=True):
             param,
             truncates=self.truncate is not False,
             max_tokens=self.max_tokens_per_doc,
+            raw_scores=bool(self.raw_scores),
         )
 
 

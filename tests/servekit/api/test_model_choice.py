@@ -11,7 +11,7 @@ from starlette.requests import Request
 from servekit.api import model_choice
 from servekit.api.mirroring import Copy, keep_body
 from servekit.engine.adapted_model import AdaptedModel
-from servekit.engine.caller import ANONYMOUS
+from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import InvalidRequest, WorkerNotReady
 
@@ -97,6 +97,9 @@ class WithAdapters:
     def __init__(self, name: str) -> None:
         self.name = name
         self.adapter_paths = {"sql": f"/{name}/sql"}
+
+    def adapters_for(self, caller: Caller) -> dict[str, str]:
+        return self.adapter_paths
 
 
 @pytest.mark.parametrize(("named", "path"), [("first", "/first/sql"), ("second", "/second/sql"), (None, "/first/sql")])

@@ -9,7 +9,7 @@ from servekit.errors import ConfigError
 from servekit.executor.placement import placements
 from servekit.models.model_file import ModelFile, check_kinds, make_model_file, parse_model_file
 from servekit.models.names import Split
-from servekit.remote.settings import OpenAISettings, TritonSettings, VllmSettings
+from servekit.remote.settings import OpenAISettings, PredictorServerSettings, TritonSettings, VllmSettings
 
 BASE = ServeConfig(max_num_seqs=7, port=1234, models="models.toml")
 
@@ -267,6 +267,18 @@ def test_mistake_about_a_model_that_vllm_serves_is_explained(text: str, message:
         parse(text)
 
 
+EMBEDDER = '[[model]]\nid = "far"\nkind = "embed"\nmodel = "bge"\n'
+
+
+def test_model_that_embeds_is_remote_if_it_has_a_server() -> None:
+    (far,) = parse(EMBEDDER + "remote = { url = 'http://tei', dialect = 'tei', max-batch-size = 8 }\n").models
+    assert isinstance(far.server, PredictorServerSettings) and far.workers is None
+    assert (far.kind, far.server.dialect, far.server.max_batch_size) == ("embed", "tei", 8)
+    assert far.server.first_answer_timeout_s == 60.0
+    (near,) = parse(EMBEDDER).models
+    assert near.server is None and near.kind == "embed" and near.workers is not None
+
+
 TRITON = '[[model]]\nid = "far"\nkind = "triton"\nmodel = "resnet"\n'
 
 
@@ -289,6 +301,14 @@ def test_model_of_a_triton_server_computes_tensors() -> None:
         ),
         (TRITON + "remote = { url = 'http://h' }\nmax_model_len = 5", r"max_model_len is a setting of models that gen"),
         (TRITON + "remote = { url = 'http://h' }\ndtype = 'float16'", r"dtype is a setting of models that this server"),
+        (EMBEDDER + "remote = { url = 'http://h', dialect = 'tgi' }", r"dialect must be .*rerank 'openai', 'vllm' or"),
+        (EMBEDDER + "remote = { url = 'http://h', max_batch_size = 0 }", r"max_batch_size must be an integer from"),
+        (EMBEDDER + "remote = { url = 'http://h' }\nmax_model_len = 5", r"max_model_len is a setting of models that"),
+        (EMBEDDER.replace("embed", "classify") + SERVER, r"set kind = 'openai' or 'triton' or 'embed' or 'rerank'"),
+        (EMBEDDER.replace('"embed"', "[1]") + SERVER, r"remote is for models of another server"),
+        (REMOTE + SERVER + "adapter_tenants = { sql = ['search'] }", r"adapter_tenants is for models with adapters"),
+        (MODEL + "adapter_tenants = { sql = ['search'] }", r"adapter_tenants is for models with adapters; set lora or"),
+        (MODEL + "enable_lora = true\nadapter_tenants = { sql = [' '] }", r"adapter_tenants must be a table of"),
         (REMOTE, r"\[\[model\]\] 1 \('far'\): kind = 'openai' needs the server's address"),
         (MODEL + SERVER, r"remote is for models of another server"),
         (REMOTE + SERVER + "dtype = 'float32'", r"dtype is a setting of models that this server runs"),

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from servekit.api.app import create_app
 from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
+from servekit.engine.adapted_model import adapted_models
 from servekit.engine.caller import Caller
 from servekit.engine.model_kind import GENERATE
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull, WorkerNotReady
@@ -676,6 +677,15 @@ def test_refusal_of_an_unknown_name_lists_the_adapters_that_the_caller_may_use()
     ):
         with pytest.raises(ModelNotFound, match=rf"This server has {names}\."):
             manager.find("nothing", caller)
+
+
+def test_adapter_is_there_only_for_its_tenants() -> None:
+    manager = SeveralModels(CONFIG, parsed(ADAPTERS + 'adapter_tenants = { law = ["law"] }\n'))
+    assert manager.find("law", LAW).name == "law" and manager.find("sql", SEARCH).name == "sql"
+    with pytest.raises(ModelNotFound, match=r"This server has 'base', 'other-name', 'sql'\."):
+        manager.find("law", SEARCH)
+    for caller, names in ((LAW, ["sql", "law"]), (SEARCH, ["sql"])):
+        assert [each.name for each in adapted_models(manager.served(caller), caller)] == names
 
 
 async def test_request_that_waits_for_a_model_which_leaves_the_file_is_told_so(measuring: asyncio.Event) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from servekit.remote.openai_request import Dialect
-from servekit.remote.settings import TAKES, OpenAISettings, TritonSettings, VllmSettings
+from servekit.remote.settings import TAKES, OpenAISettings, PredictorServerSettings, TritonSettings, VllmSettings
 
 
 @pytest.mark.parametrize("url", ["http://gpu-7:8000/v1", "https://api.example.com", "http://[::1]:9/v1/", "http://h"])
@@ -40,7 +40,9 @@ def test_mistakes_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_each_field_says_what_it_takes() -> None:
-    assert set(TAKES) == {*VllmSettings.__struct_fields__, *TritonSettings.__struct_fields__}
+    assert set(TAKES) == {
+        name for each in (VllmSettings, TritonSettings, PredictorServerSettings) for name in each.__struct_fields__
+    }
 
 
 def test_each_kind_bounds_the_first_of_an_answer_by_a_setting_of_its_own() -> None:
