@@ -133,7 +133,7 @@ async def _use(
     if model.kind != kind:
         raise _wrong_kind(model, kind, models.served(caller))
     note_copy(request, name, kind)
-    use, state = model.begin_use(), request.scope["state"]
+    use, state = model.begin_use(caller), request.scope["state"]
     if use is None:
         state["waits_for_model"] = True  # for the batches, whose other lines begin meanwhile
         if "may_not_wait" in state:  # a copy of a request, for which no other model may be unloaded

@@ -88,8 +88,8 @@ class AdaptedModel:
     async def live_view(self) -> LiveView:
         return await self.parent.live_view()
 
-    def begin_use(self) -> ModelUse | None:
-        use = self.parent.begin_use()
+    def begin_use(self, caller: Caller) -> ModelUse | None:
+        use = self.parent.begin_use(caller)
         if use is None:
             return None
         try:

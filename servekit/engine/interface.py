@@ -315,7 +315,7 @@ class ServedModel(Protocol):
     async def live_view(self) -> LiveView:
         """One frame of its live view."""
 
-    def begin_use(self) -> ModelUse | None:
+    def begin_use(self, caller: Caller) -> ModelUse | None:
         """Use the model, if it can be used at once."""
 
     async def wait_for_use(self, caller: Caller) -> ModelUse:

@@ -70,7 +70,7 @@ class OneModel(ABC):
             return AdaptedModel(cast(ServedModel, self), name, path)
         raise model_not_found(name, chain([config.model_name], self.adapter_paths))
 
-    def begin_use(self) -> Self:
+    def begin_use(self, caller: Caller) -> Self:
         """Return the engine. While the model loads, it refuses requests itself."""
         return self
 

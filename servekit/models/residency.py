@@ -8,6 +8,9 @@ A model that is always in use would never be unloaded. So when a model has waite
 its memory have been loaded for as long, the least recently used of these are *closed*: requests that name a closed
 model wait in the queue, too. When its last use has ended, it is unloaded.
 
+The models that another tenant has used within RECENT_S make room last: for a tenant that names cold models in turn, its
+own ones make room first, and those that others work with stay.
+
 A measurement of a model's memory replaces the estimate. But the models were placed with the estimates, and each of them
 must be able to load together with those with `is_kept`, whatever is measured later. So a model with `is_kept` counts at
 most as its estimate, and any other one at most as the memory that those leave.
@@ -25,6 +28,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 TURN_S = 10.0  # that a model may be used by others while one waits for its memory
+RECENT_S = 60.0  # after its last use, a model still counts as used by the tenant that used it
 DEFAULT_LOAD_S = 30.0  # that a model takes to load, before it was measured
 FIRST_BACKOFF_S = 5.0  # after a model could not be loaded; doubled after each further failure
 MAX_BACKOFF_S = 300.0
@@ -83,8 +87,10 @@ class _Model:
         self.is_closed = False
         self.is_dismissed = False  # an operator wants it unloaded
         self.num_uses = 0
+        self.tenant: str | None = None  # that used it last; None: an operator, or nobody
         self.is_admitted = False  # by the present plan, whose caller counts the uses next
         self.requested_s: float | None = None  # since when a request waits for it
+        self.requested_by: str | None = None  # the tenant whose request was first to wait
         self.ready_s = -inf  # since when it is loaded
         self.used_s = -inf  # when its last use began or ended
         self.load_s: float | None = None  # what loading it took last; None: it was not measured yet
@@ -235,30 +241,32 @@ class Residency:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def mark_requested(self, name: str, now_s: float) -> None:
-        """Note that a request waits for a model."""
+    def mark_requested(self, name: str, now_s: float, tenant: str | None = None) -> None:
+        """Note that a request of a tenant waits for a model; None: one of an operator."""
         model = self._models[name]
         if model.requested_s is None:
-            model.requested_s = now_s
+            model.requested_s, model.requested_by = now_s, tenant
 
     def clear_requested(self, name: str) -> None:
         """Note that no request waits for a model any more."""
         self._models[name].requested_s = None
 
-    def begin_use(self, name: str, now_s: float) -> bool:
+    def begin_use(self, name: str, now_s: float, tenant: str | None = None) -> bool:
         """Use a model at once, if it is loaded and not closed. Returns whether that was so."""
         model = self._models[name]
         if not model.is_loaded or model.is_changing or model.is_closed or model.is_dismissed:
             return False
-        self.add_use(name, now_s)
+        self.add_use(name, now_s, tenant)
         return True
 
-    def add_use(self, name: str, now_s: float) -> None:
+    def add_use(self, name: str, now_s: float, tenant: str | None = None) -> None:
         """Count a use of a model that `plan` has admitted."""
         model = self._models[name]
         assert model.is_loaded and not model.is_changing
         model.num_uses += 1
         model.used_s = now_s
+        if tenant is not None:
+            model.tenant = tenant
 
     def end_use(self, name: str, now_s: float) -> None:
         """Note that a use has ended."""
@@ -329,7 +337,7 @@ class Residency:
         for model in self._models.values():
             model.is_admitted = False
             if model.needs.is_kept and not model.holds_memory and model.requested_s is None and now_s >= model.retry_s:
-                model.requested_s = now_s
+                model.requested_s, model.requested_by = now_s, None
         dismissed = [each for each in self._models.values() if each.is_dismissed and each.is_idle]
         actions: list[Action] = [self._begin_unloading(each) for each in dismissed]
         self._close(now_s)
@@ -348,7 +356,7 @@ class Residency:
                     model.requested_s = None
                     actions.append(Load(model.needs.name))
                     continue
-                actions += [self._begin_unloading(each) for each in self._victims(model)]
+                actions += [self._begin_unloading(each) for each in self._victims(model, now_s)]
             blocked |= model.needs.memory.keys()
         return actions + [self._begin_unloading(each) for each in self._excess()]
 
@@ -403,8 +411,14 @@ class Residency:
         """Whether a model has room when this much more is free on each device."""
         return not self._lacking(model, freed)
 
-    def _victims(self, model: _Model) -> Sequence[_Model]:
-        """Return the models that make room for one: those used least recently; none if that would not be enough.
+    @staticmethod
+    def _rank(model: _Model, each: _Model, now_s: float) -> tuple[bool, float]:
+        """When a model makes room for another one: the lowest rank first."""
+        is_recent = each.num_uses > 0 or now_s - each.used_s < RECENT_S
+        return each.tenant != model.requested_by and is_recent, each.used_s
+
+    def _victims(self, model: _Model, now_s: float) -> Sequence[_Model]:
+        """Return the models that make room for one, in order of `_rank`; none if that would not be enough.
 
         Memory of models that are already being unloaded counts as free.
         """
@@ -413,7 +427,7 @@ class Residency:
             if each.is_changing and each.is_loaded:
                 self._add(freed, each)
         chosen: list[_Model] = []
-        for each in sorted(self._in_the_way(model), key=lambda each: each.used_s):
+        for each in sorted(self._in_the_way(model), key=lambda each: self._rank(model, each, now_s)):
             if self._fits(model, freed):
                 break
             if each.is_idle and self._lacks(model, each, freed):
@@ -464,7 +478,8 @@ class Residency:
                 self._add(freed, each)
         chosen: list[_Model] = []
         # Those that were closed before come first, so that the choice stays the same while their uses end.
-        for each in sorted(self._in_the_way(model), key=lambda each: (not each.is_closed, each.used_s)):
+        in_order = sorted(self._in_the_way(model), key=lambda each: self._rank(model, each, now_s))
+        for each in sorted(in_order, key=lambda each: not each.is_closed):
             if self._fits(model, freed):
                 break
             if self._lacks(model, each, freed) and (each.is_idle or now_s >= self._turn_ends_s(model, each)):

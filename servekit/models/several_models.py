@@ -91,7 +91,7 @@ class ManagedModel:
         self.max_prompt_tokens: int | None = None
         self.is_removed = False  # whether it is no longer in the file
         self.failure: ServekitError | None = None  # why it could not be loaded, or why it ended
-        self.waiting: list[asyncio.Future[ModelUse]] = []
+        self.waiting: dict[asyncio.Future[ModelUse], str | None] = {}  # in order; their tenants, None of operators
         self.places = SharedBudget(spec.config.max_num_queued_reqs)  # of requests that wait, operators' calls left out
         self.measured_bytes: int | None = None  # memory of one worker when the model was last loaded
         self._manager = manager
@@ -164,8 +164,12 @@ class ManagedModel:
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
-    def begin_use(self) -> ModelUse | None:
-        if self.engine is None or not self._manager.residency.begin_use(self.name, self.now()):
+    def begin_use(self, caller: Caller) -> ModelUse | None:
+        return self.begin_use_by(caller.tenant)
+
+    def begin_use_by(self, tenant: str | None) -> ModelUse | None:
+        """Use the model if it can be used at once. `tenant` is None for an operator."""
+        if self.engine is None or not self._manager.residency.begin_use(self.name, self.now(), tenant):
             return None
         self.loads.waited("hot", 0.0)
         return ModelUse(self, self.engine, ())
@@ -332,7 +336,7 @@ class SeveralModels:
     async def load_model(self, model_id: str) -> ManagedModel:
         model = self._by_id(model_id)
         self.residency.forget_failures(model_id)
-        use = model.begin_use() or await self.wait_for_use(model, None)
+        use = model.begin_use_by(None) or await self.wait_for_use(model, None)
         use.release()
         return model
 
@@ -532,15 +536,16 @@ class SeveralModels:
         if self._rejects_requests or self._is_stopping:
             raise shutting_down()
         residency, name, started_s = self.residency, model.name, self.now()
+        tenant = None if caller is None else caller.tenant
         self._check_backoff(model, started_s)
         if caller is not None:
             self._check_wait(model, caller, started_s)
             model.places.take(caller.tenant, 1)
         is_first = model.load_state in (State.COLD, State.FAILED)
-        residency.mark_requested(name, started_s)
+        residency.mark_requested(name, started_s, tenant)
         position = residency.position(name)
         future: asyncio.Future[ModelUse] = asyncio.get_running_loop().create_future()
-        model.waiting.append(future)
+        model.waiting[future] = tenant
         timeout: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
         if caller is not None:
             timeout = pause_tolerant_timeout(self._file.max_load_wait_s)
@@ -561,7 +566,7 @@ class SeveralModels:
             if caller is not None:
                 model.places.release(caller.tenant, 1)
             if future in model.waiting:
-                model.waiting.remove(future)
+                del model.waiting[future]
                 if not model.waiting and not model.spec.entry.is_kept:
                     residency.clear_requested(name)
                 self.look()
@@ -590,7 +595,7 @@ class SeveralModels:
         if wait_s > max_wait_s:
             # No request may wait for all of such a load, and something must begin it.
             if residency.load_s(model.name) > max_wait_s:
-                residency.mark_requested(model.name, now_s)
+                residency.mark_requested(model.name, now_s, caller.tenant)
                 self.look()
             model.loads.refused()
             raise self._too_long(model, wait_s, max_wait_s)
@@ -607,7 +612,7 @@ class SeveralModels:
 
     @staticmethod
     def _fail_waiting(model: ManagedModel, error: ServekitError) -> None:
-        waiting, model.waiting = model.waiting, []
+        waiting, model.waiting = model.waiting, {}
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
@@ -755,11 +760,11 @@ class SeveralModels:
 
     def _admit(self, model: ManagedModel) -> None:
         """Let waiting requests use the model."""
-        waiting, model.waiting = model.waiting, []
-        for future in waiting:
+        waiting, model.waiting = model.waiting, {}
+        for future, tenant in waiting.items():
             if not future.done():
                 assert model.engine is not None
-                self.residency.add_use(model.name, self.now())
+                self.residency.add_use(model.name, self.now(), tenant)
                 future.set_result(ModelUse(model, model.engine, ()))
 
 

@@ -52,7 +52,7 @@ async def test_a_request_notes_that_it_waits_until_its_model_is_loaded(
 
     monkeypatch.setattr(model_choice, "unless_disconnected", connected)
     model = SimpleNamespace(
-        name="a", kind=GENERATE, begin_use=lambda: use if is_loaded else None, wait_for_use=wait_for_use
+        name="a", kind=GENERATE, begin_use=lambda _: use if is_loaded else None, wait_for_use=wait_for_use
     )
     app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(find=lambda *_: model)))
     request = Request({"type": "http", "app": app, "state": state})
@@ -61,7 +61,7 @@ async def test_a_request_notes_that_it_waits_until_its_model_is_loaded(
 
 
 async def test_a_copy_of_a_request_does_not_wait_until_its_model_is_loaded() -> None:
-    model = SimpleNamespace(name="a", kind=GENERATE, begin_use=lambda: None)  # nor may it call wait_for_use
+    model = SimpleNamespace(name="a", kind=GENERATE, begin_use=lambda _: None)  # nor may it call wait_for_use
     app = SimpleNamespace(state=SimpleNamespace(models=SimpleNamespace(find=lambda *_: model)))
     state: dict[str, Any] = {"caller": ANONYMOUS, "may_not_wait": True}
     with pytest.raises(WorkerNotReady, match="the model 'a' cannot be used at once"):
@@ -77,7 +77,7 @@ async def test_request_is_copied_by_the_name_and_the_kind_that_its_route_knows(m
         return "new"
 
     use = SimpleNamespace(engine=SimpleNamespace(kind=GENERATE))
-    model = SimpleNamespace(name="a", kind=GENERATE, begin_use=lambda: use)
+    model = SimpleNamespace(name="a", kind=GENERATE, begin_use=lambda _: use)
     models = SimpleNamespace(has_choice=True, find=lambda *_: model, mirrored=lambda: mirrors, mirror_of=mirror_of)
     state: dict[str, Any] = {"caller": ANONYMOUS}
     app = SimpleNamespace(state=SimpleNamespace(models=models))
@@ -113,7 +113,7 @@ async def test_adapter_is_that_of_the_model_which_the_request_names(
     )
     used: list[AdaptedModel] = []
     use = SimpleNamespace(engine=SimpleNamespace(kind=GENERATE))
-    monkeypatch.setattr(AdaptedModel, "begin_use", lambda self: used.append(self) or use)
+    monkeypatch.setattr(AdaptedModel, "begin_use", lambda self, caller: used.append(self) or use)
     state: dict[str, Any] = {"caller": ANONYMOUS}
     request = Request({"type": "http", "app": SimpleNamespace(state=SimpleNamespace(models=models)), "state": state})
     await model_choice.engine_for(request, named, adapter=("adapter_id", "sql"))

@@ -12,6 +12,7 @@ from servekit.models.residency import (
     DEFAULT_LOAD_S,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
+    RECENT_S,
     TURN_S,
     Admit,
     Load,
@@ -136,6 +137,41 @@ def test_model_that_is_admitted_does_not_make_room_before_it_was_used() -> None:
     residency.mark_requested("b", 1.0)
     residency.loaded("a", 2.0)
     assert residency.plan(2.0) == [Admit("a")]
+
+
+@pytest.mark.parametrize(("wait_s", "unloaded"), [(1.0, "c0"), (RECENT_S, "calm")])
+def test_tenant_that_names_cold_models_in_turn_unloads_its_own_and_not_those_that_others_work_with(
+    wait_s: float, unloaded: str
+) -> None:
+    """A model that another tenant has not used for a while makes room as any other one."""
+    residency = Residency({"cpu": 300}, on_cpu("calm", "c0", "c1", "c2"))
+    loaded(residency, ["calm", "c0", "c1"])
+    for name, tenant in (("calm", "calm"), ("c0", "flood"), ("c1", "flood")):
+        assert residency.begin_use(name, 3.0, tenant)
+        residency.end_use(name, 3.0)
+    residency.mark_requested("c2", 3.0 + wait_s, "flood")
+    assert residency.plan(3.0 + wait_s) == [Unload(unloaded)]
+
+
+def test_models_that_others_work_with_make_room_if_those_of_the_tenant_are_not_enough() -> None:
+    residency = Residency({"cpu": 300}, [*on_cpu("calm", "own"), *on_cpu("big", memory=300)])
+    loaded(residency, ["calm", "own"])
+    for name, tenant in (("calm", "calm"), ("own", "flood")):
+        assert residency.begin_use(name, 3.0, tenant)
+    residency.end_use("own", 3.0)
+    residency.mark_requested("big", 4.0, "flood")
+    assert residency.plan(4.0) == []
+    residency.end_use("calm", 5.0)
+    assert residency.plan(5.0) == [Unload("own"), Unload("calm")]
+
+
+def test_own_model_of_the_tenant_that_waits_is_closed_before_one_that_others_use() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "own", "cold"))
+    loaded(residency, ["calm", "own"])
+    assert residency.begin_use("calm", 3.0, "calm") and residency.begin_use("own", 4.0, "flood")
+    residency.mark_requested("cold", 5.0, "flood")
+    residency.plan(5.0 + TURN_S)
+    assert not residency.begin_use("own", 15.5, "flood") and residency.begin_use("calm", 15.5, "calm")
 
 
 def test_no_model_makes_room_in_vain() -> None:
