@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ from servekit.shared_budget import SharedBudget
 
 log = logging.getLogger("servekit")
 
+COLLECT_DELAY_S = 1.0  # after an engine has ended: by then its tasks have, too
 UNKNOWN_PROMPT_TOKENS = 2**20  # upper bound for models that were never loaded
 
 
@@ -205,6 +207,7 @@ class SeveralModels:
         self._names = _names(file)
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._collection: asyncio.TimerHandle | None = None
         self._has_started = False  # all models with keep = "always" are loaded, or have failed
         self._is_draining = False
         self._is_stopping = False
@@ -517,8 +520,9 @@ class SeveralModels:
     async def stop(self, graceful: bool = True) -> None:
         """End all models."""
         self._is_stopping = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._collection):
+            if timer is not None:
+                timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -726,6 +730,7 @@ class SeveralModels:
             with contextlib.suppress(Exception):
                 await engine.stop(graceful=False)
             model.metrics.forget_engine()
+            self._collect_soon()
         model.engine = model.starting = None
 
     def _report_failure(self, model: ManagedModel) -> None:
@@ -752,11 +757,23 @@ class SeveralModels:
         assert engine is not None
         await engine.stop()
         model.metrics.forget_engine()
+        self._collect_soon()
         self.residency.unloaded(model.name)
         model.loads.unloaded()
         log.info("the model %s is unloaded", model.name)
         self._forget_removed(model)
         self.look()
+
+    def _collect_soon(self) -> None:
+        """Free the memory of an engine that has ended.
+
+        Its objects refer to each other in cycles, and the server's collector hardly ever looks at old objects
+        (`GC_THRESHOLDS`). Without this, each time that a model makes room, its tokenizer and its tables would stay.
+        """
+        if self._collection is not None:
+            self._collection.cancel()
+        if not self._is_stopping:
+            self._collection = asyncio.get_running_loop().call_later(COLLECT_DELAY_S, gc.collect)
 
     def _admit(self, model: ManagedModel) -> None:
         """Let waiting requests use the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -295,6 +296,26 @@ def test_operator_unloads_loads_and_divides_and_sighup_reads_the_file_again(serv
     path.write_text(MODELS)
     server.process.send_signal(signal.SIGHUP)
     until(lambda: len(server.client.get("/v1/aliases").json()["aliases"]["canary"]) == 2)
+
+
+def test_model_that_leaves_the_file_ends_its_answers_and_then_its_worker(server: ServerProcess) -> None:
+    path = server.log.with_name("models.toml")
+    body = {"model": "b", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        received = [next(lines)]
+        workers = set(server.worker_pids())
+        path.write_text(MODELS.replace('id = "b"', 'id = "new"').replace("a = 50, b = 50", "a = 1"))
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: complete(server, "b", 1).status_code == 404)
+        assert "new" in states(server) and workers <= set(server.worker_pids()), "it still answers"
+        received += lines
+    events = [json.loads(line[6:]) for line in received if line.startswith("data: {")]
+    assert "".join(each["choices"][0]["text"] for each in events) == answer_to(PROMPT, 300)
+    until(lambda: not workers <= set(server.worker_pids()))
+    path.write_text(MODELS)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: "b" in states(server))
 
 
 def test_top_lists_all_models_and_shows_the_one_that_is_named(server: ServerProcess) -> None:

@@ -22,7 +22,7 @@ async def test_model_that_became_another_kind_while_a_request_waited_is_refused(
     class Model:
         name, kind = "a", GENERATE
 
-        def begin_use(self) -> Any:
+        def begin_use(self, caller: Any) -> Any:
             self.kind = "embed"
             return use
 

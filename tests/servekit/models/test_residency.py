@@ -329,11 +329,11 @@ class Simulation:
             self.uses.remove(use)
             residency.end_use(use[1], self.now_s)
         if asks:
-            name = choose.choice(list(self.needs))
-            if residency.begin_use(name, self.now_s):
+            name, tenant = choose.choice(list(self.needs)), choose.choice(("search", "law", None))
+            if residency.begin_use(name, self.now_s, tenant):
                 self._use(name)
             elif residency.retry_s(name) <= self.now_s:
-                residency.mark_requested(name, self.now_s)
+                residency.mark_requested(name, self.now_s, tenant)
                 self.waiting.setdefault(name, self.now_s)
             if self.waiting and choose.random() < 0.05:
                 left = choose.choice(list(self.waiting))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -421,6 +423,42 @@ async def test_failed_model_is_tried_at_once_when_an_operator_loads_it_or_its_se
             with pytest.raises(WorkerNotReady, match="no such file"):
                 await model.wait_for_use(LAW)
     finally:
+        await manager.stop()
+
+
+class Cyclic(Measuring):
+    """An engine that refers to itself, as real ones do: counting references does not free it."""
+
+    def __init__(self, spec: ModelSpec, may_start: asyncio.Event) -> None:
+        super().__init__(spec, may_start)
+        self._itself = self
+        self._ended = asyncio.Event()
+
+    async def wait_until_failed(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self, graceful: bool = True) -> None:
+        self._ended.set()
+
+
+async def test_memory_of_a_model_that_has_made_room_is_freed(
+    measuring: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's own collector is set up so that it hardly ever looks at objects that have lived for long."""
+    monkeypatch.setattr(SeveralModels, "_make_engine", lambda _, model: Cyclic(model.spec, measuring))
+    monkeypatch.setattr(several_models, "COLLECT_DELAY_S", 0.01)
+    manager = SeveralModels(CONFIG, estimated())
+    measuring.set()
+    gc.disable()
+    try:
+        engine: Any = (await manager.load_model("a")).engine
+        is_freed = asyncio.Event()
+        weakref.finalize(engine, is_freed.set)
+        del engine
+        manager.unload_model("a")
+        await asyncio.wait_for(is_freed.wait(), 60)
+    finally:
+        gc.enable()
         await manager.stop()
 
 
