@@ -46,7 +46,7 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 
 log = logging.getLogger("servekit")
 
-FORMAT = "servekit-journal-7"
+FORMAT = "servekit-journal-8"
 LENGTH_BYTES = 4
 FLUSH_INTERVAL_S = 0.1
 # At 10 ms a step, which is some 3 records, these are 5 minutes in which a disk may be slow; and some 30 MB.

@@ -155,14 +155,17 @@ class DraftState(Struct, frozen=True, array_like=True):
     mean_weight: float
     num_drafted: list[int]
     num_accepted: list[int]
-    times: tuple[list[int], list[float], list[float]]  # classes, means and weights of PositionTimes
-    round_times: tuple[list[int], list[float], list[float]]
+    times: tuple[list[int], list[float], list[float], float]  # classes, means, weights and spread of PositionTimes
+    round_times: tuple[list[int], list[float], list[float], float]
     is_drafting: bool
-    is_worthwhile: bool
+    num_paying: int
     explored_id: int
     explored_stop: int
     explored_length: int
     num_explored: int
+    prompt_s: float
+    num_begun: float
+    prompt_debt: float
     debt: float
 
 
@@ -368,11 +371,14 @@ def _save_drafts(draft_lengths: DraftLengths) -> DraftState:
         times=_save_position_times(draft_lengths.times),
         round_times=_save_position_times(draft_lengths.round_times),
         is_drafting=draft_lengths.is_drafting,
-        is_worthwhile=draft_lengths.is_worthwhile,
+        num_paying=draft_lengths.num_paying,
         explored_id=draft_lengths.explored_id,
         explored_stop=draft_lengths.explored_stop,
         explored_length=draft_lengths.explored_length,
         num_explored=draft_lengths.num_explored,
+        prompt_s=draft_lengths.prompt_s,
+        num_begun=draft_lengths.num_begun,
+        prompt_debt=draft_lengths.prompt_debt,
         debt=draft_lengths.debt,
     )
 
@@ -387,8 +393,8 @@ def _save_connector(connector: KVConnector) -> ConnectorState:
     )
 
 
-def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float], list[float]]:
-    return times.classes.copy(), times.means_s.copy(), times.weights.copy()
+def _save_position_times(times: PositionTimes) -> tuple[list[int], list[float], list[float], float]:
+    return times.classes.copy(), times.means_s.copy(), times.weights.copy(), times.spread
 
 
 def _save_queue(manager: WorkloadManager) -> QueueState:
@@ -611,11 +617,14 @@ def _restore_drafts(draft_lengths: DraftLengths, state: DraftState) -> None:
     draft_lengths.num_drafted = state.num_drafted.copy()
     draft_lengths.num_accepted = state.num_accepted.copy()
     draft_lengths.is_drafting = state.is_drafting
-    draft_lengths.is_worthwhile = state.is_worthwhile
+    draft_lengths.num_paying = state.num_paying
     draft_lengths.explored_id = state.explored_id
     draft_lengths.explored_stop = state.explored_stop
     draft_lengths.explored_length = state.explored_length
     draft_lengths.num_explored = state.num_explored
+    draft_lengths.prompt_s = state.prompt_s
+    draft_lengths.num_begun = state.num_begun
+    draft_lengths.prompt_debt = state.prompt_debt
     draft_lengths.debt = state.debt
     for times, learned in (
         (draft_lengths.times, state.times),

@@ -6,18 +6,19 @@ expected tokens per second: the sum over all sequences of the step, divided by t
 many drafts and the model for so many positions. All of this is measured: a for each sequence, the model's time by the
 number of positions, and the drafter's by the number of sequences for which it makes one more draft.
 
-A sequence also waits for the steps that are in flight when it arrives, and for the step of its prompt. So drafts, which
-make all steps longer, gain less when answers are short: 1 / (1 / t + w) tokens per step, where t is the expected number
-of tokens of one step, and w the number of steps waited for each token.
+A sequence also waits for the steps that are in flight when it arrives, and for the step of its prompt. Drafts make
+all steps longer, so they gain less when answers are short: 1 / (1 / t + w) tokens per step, where t is the expected
+number of tokens of one step, and w the number of steps waited for each token. A draft model also computes the prompt
+of each sequence that gets drafts. Each token of an answer has its share of that time.
 
 So no setting is needed for where speculation pays off. If more positions take no more time, because the step is limited
 by memory, drafts are free. If each position adds time, because the step is limited by arithmetic, only the likeliest
 drafts are worth it.
 
-These times are estimates, and some costs are in none of them: for example the time of a draft model for prompts. So
-there is an account: `debt` is the time that drafts have lost and not yet regained, in steps without drafts. A step is
-charged if what it lost is added, and the debt is paid when it is 0. It limits trials, and it ends drafts that were
-expected to pay off and do not.
+These times are estimates from few steps, which vary. So drafts begin only where they pay by more than the error of
+these estimates. And there is an account: `debt` is the time that drafts have lost and not yet regained, in steps
+without drafts. A step is charged if what it lost is added, and the debt is paid when it is 0. It limits trials, and it
+ends drafts that were expected to pay off and do not.
 
 Expected tokens: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, section 3.1.
 Lengths that maximise the rate of a whole batch: Liu et al., "Optimizing Speculative Decoding for Serving Large Language
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import accumulate, islice, pairwise
-from math import inf
+from math import exp, hypot, inf
 
 from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.step import Step
@@ -62,15 +63,21 @@ NUM_FIRST_TRIALS = 3
 # Drafts begin only if they are expected to be faster by this factor. Beginning and ending again and again costs the
 # most, because each time a draft model has to compute the tokens that it has left out.
 MIN_GAIN_TO_BEGIN = 1.2
+# Times are means of steps that vary. The best of several estimates is mostly one that is too good, the more so the more
+# steps vary. So drafts begin only if they are also expected to be faster by this many standard errors of the measured
+# times, and they end only if they are expected to be slower by as many.
+NUM_ERRORS = 0.5
+# What a drafter takes for prompts and missing tokens is added to the debt over several steps, with each one this share
+# of the rest. It is much at once, and is regained over a whole answer: all at once, it would end drafts that regain it.
+PROMPT_SHARE = 1 / 16
+PROMPT_DECAY = 31 / 32  # of the weight of earlier steps with drafts in what a drafter takes for a sequence
 # The debt falls by this share with each step, and trials wait until it is 0. So drafts that do not pay off take at most
 # this share of the time, as long as no step reaches MAX_COST.
 PAID_SHARE = 1 / 64
 # Drafts end when the debt is larger than this. They do not begin while it is larger than half of this, which is the
 # most that a trial of two steps adds.
 MAX_DEBT = 16.0
-# One step adds at most this to the debt. In a longer step something was compiled, or a draft model computed a long
-# prompt or many missing tokens. If that were charged in full, one long prompt would end drafts that regain the lost
-# time within its answer.
+# The drafts of one step add at most this to the debt. In a longer step something was compiled.
 MAX_COST = 4.0
 
 
@@ -99,15 +106,27 @@ class DraftLengths:
         # Of a round of the drafter, which makes one draft for each of so many sequences.
         self.round_times = PositionTimes(unknown_s=0.0, min_s=0.0)
         self.is_drafting = False  # whether the newest step that has its result had drafts
-        self.is_worthwhile = False  # whether drafts were expected to pay in the newest step that was planned
+        # The most sequences of a step next to which drafts were expected to pay since they began; 0 while they do not.
+        # Next to more of them, they have to begin anew: load may rise within a step.
+        self.num_paying = 0
         # The first step of the last trial, and the one after its last.
         self.explored_id, self.explored_stop = -EXPLORE_EVERY, -EXPLORE_EVERY
         self.explored_length = max_drafts + 1  # drafts of a sequence in it, at most
         self.num_explored = 0  # trials, counted up to NUM_FIRST_TRIALS
+        # What the drafter took for prompts and missing tokens, and how many sequences got their first drafts with that:
+        # sums in which old steps lose weight.
+        self.prompt_s, self.num_begun = 0.0, 0.0
+        self.num_beginning = 0  # sequences that get their first drafts in the step that is being settled
+        self.prompt_debt = 0.0  # what the drafter took for prompts and is not in `debt` yet, in steps
         self.debt = 0.0  # what drafts cost more than they gained, less PAID_SHARE of the steps since; in steps
         self.mean_acceptance, self.mean_weight = FIRST_ACCEPTANCE, FIRST_WEIGHT
         self.num_drafted = [0] * max_drafts
         self.num_accepted = [0] * max_drafts
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether drafts were expected to pay in the newest step that was planned."""
+        return self.num_paying > 0
 
     @property
     def num_spans(self) -> int:
@@ -119,8 +138,8 @@ class DraftLengths:
         sequence.max_drafts = self.max_drafts if max_drafts is None else min(self.max_drafts, max_drafts)
         sequence.acceptance, sequence.acceptance_weight = self.mean_acceptance, FIRST_WEIGHT
 
-    def observe(self, step: Step, step_time_s: float, position_s: float) -> None:
-        """Learn from a step that has its result. `position_s` is what `choose` expects of positions."""
+    def observe(self, step: Step, step_time_s: float, position_s: float, mean_answer_tokens: float = inf) -> None:
+        """Learn from a step that has its result. The other arguments are those of `choose`."""
         assert step.result is not None
         result, num_decodes, planned = step.result, step.num_decodes, step.num_drafts.values()
         num_verified, rounds_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
@@ -138,12 +157,21 @@ class DraftLengths:
             self.explored_stop = min(longest, max(self.explored_stop, step.step_id + 1 + MIN_TRIAL_STEPS))
         cost = 0.0
         if (planned or self.is_worthwhile) and self.num_explored >= NUM_FIRST_TRIALS:
-            # What the step took more than its tokens would have taken without drafts.
+            # What the step took more than its tokens would have taken without drafts. A sequence that waits takes part
+            # in no step, so an accepted draft saves less than its share of a step's decodes.
             num_plain = max(1, num_decodes)  # a step of prompts has none
             plain_s = self.times.seconds_of(num_plain, position_s)
             longer_s = self.times.seconds_of(num_plain + num_verified, position_s) - plain_s
-            cost = (rounds_s + prompt_s + longer_s) / plain_s - num_accepted / num_plain
-        self.debt = max(0.0, self.debt + min(cost, MAX_COST) - PAID_SHARE)
+            waited_per_token = self._waited_per_token(num_plain, mean_answer_tokens)
+            cost = (rounds_s + longer_s) / plain_s - num_accepted / (num_plain * (1.0 + waited_per_token))
+            self.prompt_debt += prompt_s / plain_s
+            if planned:
+                self.prompt_s = PROMPT_DECAY * self.prompt_s + prompt_s
+                self.num_begun = PROMPT_DECAY * self.num_begun + self.num_beginning
+        self.num_beginning = 0
+        due = PROMPT_SHARE * self.prompt_debt
+        self.prompt_debt -= due
+        self.debt = max(0.0, self.debt + min(cost, MAX_COST) + due - PAID_SHARE)
 
     def choose(
         self,
@@ -173,13 +201,16 @@ class DraftLengths:
         for sequence in sequences if is_known else ():
             if sequence.max_drafts:
                 num_drafting[level_of(sequence.acceptance)] += 1
+        num_sequences = len(sequences)
+        waited_per_token = self._waited_per_token(num_sequences, mean_answer_tokens)
+        prompt_s = self.prompt_s / max(1.0, self.num_begun) / mean_answer_tokens
         chosen = self._choose_by_level(
-            len(sequences), num_drafting, position_s, num_prefill_tokens, self._steps_waited / mean_answer_tokens
+            num_sequences, num_drafting, position_s, num_prefill_tokens, waited_per_token, prompt_s
         )
         if self.debt > (MAX_DEBT if self.is_worthwhile else MAX_DEBT / 2):
             chosen = [0] * NUM_LEVELS
         longest = max(chosen)
-        self.is_worthwhile = longest > 0
+        self.num_paying = max(self.num_paying, num_sequences) if longest else 0
         has_paid = self.explored_length <= longest < self.max_drafts and step_id - self.explored_id >= MIN_TRIAL_STEPS
         if longest and not is_exploring and step_id % EXPLORE_EVERY == EXPLORE_EVERY // 2:
             return []
@@ -196,6 +227,11 @@ class DraftLengths:
                 num_drafts[index] += 1
         return num_drafts
 
+    def _waited_per_token(self, num_sequences: int, mean_answer_tokens: float) -> float:
+        """The steps that a sequence waits for each of its tokens, because it waits at its arrival where others run."""
+        is_beside_others = 1.0 - 1.0 / num_sequences  # one alone meets no step that is in flight
+        return is_beside_others * self._steps_waited / mean_answer_tokens
+
     def _choose_by_level(
         self,
         num_sequences: int,
@@ -203,13 +239,13 @@ class DraftLengths:
         position_s: float,
         num_prefill_tokens: int,
         waited_per_token: float,
+        prompt_s: float,
     ) -> list[int]:
         """Return the best number of drafts for each level of acceptance; `num_drafting` has the sequences of each.
 
-        `waited_per_token` are the steps that a sequence waits for each of its tokens, because it waits at its arrival
-        where others run.
+        `waited_per_token`: see `_waited_per_token`. `prompt_s` is what the drafter takes for prompts, for each token of
+        an answer.
         """
-        waited_per_token *= 1.0 - 1.0 / num_sequences  # one alone meets no step that is in flight
         gains = sorted(
             (-gain, level, position)
             for level in range(1, NUM_LEVELS)  # no draft of the lowest level is expected to be accepted
@@ -219,8 +255,10 @@ class DraftLengths:
         num_drafts, num_rounds = 0, 0
         num_tokens = _tokens_per_step(1.0, waited_per_token) * num_sequences
         plain_s = self.times.seconds_of(num_sequences, position_s)
-        best_rate, num_best, num_others = num_tokens / plain_s, 0, num_sequences + num_prefill_tokens
-        least_rate = best_rate * (1.0 if self.is_worthwhile else MIN_GAIN_TO_BEGIN)
+        plain_rate, plain_error = num_tokens / plain_s, self.times.error_of(num_sequences)
+        num_best, num_others = 0, num_sequences + num_prefill_tokens
+        is_going_on = num_sequences <= self.num_paying
+        best_rate = 0.0 if is_going_on else plain_rate * MIN_GAIN_TO_BEGIN
         without_s = self.times.seconds_of(num_others, position_s)
         for number, (loss, level, position) in enumerate(gains, start=1):
             num_drafts += num_drafting[level]
@@ -228,9 +266,11 @@ class DraftLengths:
             num_tokens -= loss * num_drafting[level]
             draft_time_s = num_rounds * self.round_times.seconds_of(-(-num_drafts // num_rounds))
             longer_s = self.times.seconds_of(num_others + num_drafts, position_s) - without_s
-            rate = num_tokens / (plain_s + longer_s + draft_time_s)
-            if rate > max(best_rate, least_rate):
-                best_rate, num_best = rate, number
+            rate = num_tokens / (plain_s + longer_s + draft_time_s + prompt_s * num_tokens)
+            if rate > best_rate:
+                error = NUM_ERRORS * hypot(plain_error, self.times.error_of(num_sequences + num_drafts))
+                if rate * exp(error if is_going_on else -error) > plain_rate:
+                    best_rate, num_best = rate, number
         chosen = [0] * NUM_LEVELS
         for _, level, position in gains[:num_best]:
             chosen[level] = position  # the positions of a level come in ascending order
@@ -255,6 +295,7 @@ class DraftLengths:
             return  # a draft model makes up for what it has not computed
         # After a rejected draft, nothing is learned: those would have been drafts of another text.
         num_tries = min(num_accepted + 1, num_planned)
+        self.num_beginning += sequence.acceptance_weight == FIRST_WEIGHT  # which changes with the first drafts
         weight = DECAY * sequence.acceptance_weight
         sequence.acceptance = (weight * sequence.acceptance + num_accepted) / (weight + num_tries)
         sequence.acceptance_weight = weight + num_tries

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from math import sqrt
 
 MIN_SLOPE_S = 1e-8  # no hardware prefills a token faster; a lower estimate is noise
 MIN_SPREAD = 16.0  # variance of the sizes; with less, a regression is not reliable
@@ -117,8 +118,9 @@ class PositionTimes:
     known classes, the time is interpolated.
     """
 
-    MAX_WEIGHT = 8.0  # of a class, in steps: the newest step is at least a ninth of its mean
+    MAX_WEIGHT = 16.0  # of a class, in steps: the newest step is at least a 17th of its mean
     DECAY = 0.98  # of the weights of all classes, with each step
+    SPREAD_DECAY = 31 / 32  # of the weight of earlier steps in `spread`, with each step
     MIN_WEIGHT = 1e-6  # of a class that was not seen for long: with 0, its mean could not be compared
     # A step that was held up for long counts as one of twice the mean, or of a millisecond more.
     MAX_RATIO = 2.0
@@ -131,6 +133,8 @@ class PositionTimes:
         self.classes: list[int] = []  # size classes that occurred, ascending
         self.means_s: list[float] = []  # mean time of each class
         self.weights: list[float] = []  # weight of each mean
+        # The variance of a step's time around the mean of its class, relative to the square of that mean.
+        self.spread = 0.0
         self._fitted_s: list[float] | None = None  # the means in order, since the newest step
 
     def observe(self, num_positions: int, seconds: float) -> None:
@@ -148,13 +152,27 @@ class PositionTimes:
         if weight < 1.0:  # it was seen once, or long ago: as something was compiled, for example
             mean_s = min(mean_s, self.MAX_RATIO * seconds)
         seconds = min(seconds, max(self.MAX_RATIO * mean_s, mean_s + self.MAX_ABOVE_S))
+        if mean_s > 0.0:
+            self.spread += (1.0 - self.SPREAD_DECAY) * ((seconds / mean_s - 1.0) ** 2 - self.spread)
         self.means_s[index] = (weight * mean_s + seconds) / (weight + 1.0)
         self.weights[index] = min(weight + 1.0, self.MAX_WEIGHT)
 
-    def restore(self, classes: list[int], means_s: list[float], weights: list[float]) -> None:
+    def restore(self, classes: list[int], means_s: list[float], weights: list[float], spread: float) -> None:
         """Continue with what another instance has learned."""
         self.classes, self.means_s, self.weights = classes.copy(), means_s.copy(), weights.copy()
+        self.spread = spread
         self._fitted_s = None
+
+    def error_of(self, num_positions: int) -> float:
+        """The relative standard error of `seconds_of`: that of the mean of the class, or of the nearest smaller one.
+
+        A class that was not seen for long has little weight because times may have changed, and not because its mean
+        would vary more than a single step.
+        """
+        if not self.classes:
+            return 0.0
+        index = bisect_right(self.classes, size_class(num_positions))
+        return min(1.0, sqrt(self.spread / max(1.0, self.weights[max(0, index - 1)])))
 
     def seconds_of(self, num_positions: int, position_s: float = 0.0) -> float:
         """The time of a step with this number of positions; the same for all numbers until a step was seen.

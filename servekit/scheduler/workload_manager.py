@@ -737,7 +737,8 @@ class WorkloadManager:
         if step.num_drafts:
             self._settle_drafts(step)
         if self.config.max_drafts:
-            self.draft_lengths.observe(step, step_time_s, self.prefill_limiter.step_times.prefill_s)
+            position_s, mean_length = self.prefill_limiter.step_times.prefill_s, self.output_lengths.mean_length
+            self.draft_lengths.observe(step, step_time_s, position_s, mean_length or inf)
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         sampled = by_token(step.sampled, result.counts)
         for (sequence, incarnation), token_id, of_token in zip(sampled, result.token_ids, logprobs, strict=True):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log, sqrt
 
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
@@ -18,7 +19,6 @@ from servekit.scheduler.scheduler_config import SchedulerConfig
 from servekit.scheduler.workload_manager import WorkloadManager
 
 MAX_DRAFTS = 4
-ANSWER_TOKENS = (24, 104)  # the shortest and the longest answer
 # These as in workers/speculation/draft_model.py.
 MAX_CATCH_UP_TOKENS, MAX_WANTED_CATCH_UP_TOKENS = 256, 2048
 MIN_DEMAND, MAX_DEMAND = 3, 7
@@ -70,7 +70,7 @@ class _Drafter:
         num_left = MAX_WANTED_CATCH_UP_TOKENS if is_wanted else MAX_CATCH_UP_TOKENS
         for chunk in plan.chunks:
             num_known = chunk.num_tokens - chunk.num_drafts
-            if num_known > 1 and (is_wanted or chunk.start + num_known > MAX_CATCH_UP_TOKENS):
+            if num_known > 1 and chunk.start + num_known > MAX_CATCH_UP_TOKENS:
                 num_prompt_tokens += num_known
             elif not chunk.num_drafts:
                 missed[chunk.slot] += num_known
@@ -104,15 +104,21 @@ def play(
     num_tokens: int = 4_000,
     first_tokens: int = 0,
     prompt_tokens: int = 48,
+    answer_tokens: Sequence[int] = range(24, 105),
+    requests_per_round: int | None = None,
+    max_drafts: int = MAX_DRAFTS,
     noise: float = 0.1,
     seed: int = 0,
 ) -> Played:
     """Play until so many tokens are answered, and measure behind the first ones.
 
     `lengths` chooses the drafts; without it, speculation is off. A draft behind accepted ones is accepted with the
-    probability `acceptance`, which may depend on the number of answered tokens. Times are multiplied by a random number
-    with the mean 1 and the deviation `noise`, and with noise, one step of a hundred takes three times as long. The
-    answers have the same lengths in each play of a seed.
+    probability `acceptance`, which may depend on the number of answered tokens. An answer has one of the lengths
+    `answer_tokens`, the same ones in each play of a seed. With `requests_per_round`, clients ask so many requests, wait
+    until all are answered, and begin again together: the load rises and falls.
+
+    The manager sees times that are multiplied by a random number with the mean 1 and the deviation `noise`, and with
+    noise, one step of a hundred takes three times as long. What it is judged by are the times without noise.
     """
     answers, noises, accepting = (random.Random(f"{seed} {name}") for name in ("answers", "noise", "acceptance"))
     manager = WorkloadManager(
@@ -124,33 +130,43 @@ def play(
             max_num_batched_tokens=512,
             max_steps_in_flight=2,
             enable_prefix_caching=False,
-            max_drafts=0 if lengths is None else MAX_DRAFTS,
+            max_drafts=0 if lengths is None else max_drafts,
         )
     )
     if lengths is not None:
         manager.draft_lengths = lengths
-    drafter = _Drafter(device)
-    next_id, now_s, free_s, began_s, num_answered = 0, 0.0, 0.0, 0.0, 0
+    drafter, deviation = _Drafter(device), sqrt(log(1.0 + noise**2))  # of the factor's logarithm
+    next_id, now_s, free_s, spent_s, began_s, num_answered = 0, 0.0, 0.0, 0.0, 0.0, 0
+    num_running = num_left = 0  # requests that are being answered, and those of the round that were not asked yet
     drafting: list[bool] = []
-    in_flight: deque[tuple[float, StepPlan, dict[int, int], float, float]] = deque()
+    in_flight: deque[tuple[float, StepPlan, dict[int, int], float, float, float]] = deque()
 
     def ask() -> None:
-        nonlocal next_id
-        sampling = SamplingParams(max_tokens=answers.randint(*ANSWER_TOKENS), ignore_eos=True)
+        nonlocal next_id, num_running
+        num_running += 1
+        sampling = SamplingParams(max_tokens=answers.choice(answer_tokens), ignore_eos=True)
         prompt = (5,) * prompt_tokens
         manager.add(AddSequence(sequence_id=next_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=now_s))
         next_id += 1
 
-    for _ in range(num_clients):
-        ask()
+    def begin() -> None:
+        nonlocal num_left
+        num_left = (requests_per_round or num_clients) - num_clients
+        for _ in range(num_clients):
+            ask()
+
+    begin()
     while num_answered < num_tokens:
         while (plan := manager.plan(now_s)) is not None:
             made, rounds_s, prompts_s = drafter.draft(plan)
             num_positions = sum(c.num_tokens - c.num_drafts + made.get(c.slot, 0) for c in plan.chunks)
-            factor = max(0.3, noises.gauss(1.0, noise)) * (3.0 if noise and noises.random() < 0.01 else 1.0)
-            free_s = max(now_s, free_s) + factor * (device.model_s(num_positions) + rounds_s + prompts_s)
-            in_flight.append((free_s, plan, made, factor * rounds_s, factor * prompts_s))
-        now_s, plan, made, rounds_s, prompts_s = in_flight.popleft()
+            factor = noises.lognormvariate(-(deviation**2) / 2, deviation) if noise else 1.0
+            factor *= 3.0 if noise and noises.random() < 0.01 else 1.0
+            step_s = device.model_s(num_positions) + rounds_s + prompts_s
+            free_s = max(now_s, free_s) + factor * step_s
+            in_flight.append((free_s, plan, made, step_s, factor * rounds_s, factor * prompts_s))
+        now_s, plan, made, step_s, rounds_s, prompts_s = in_flight.popleft()
+        spent_s += step_s
         drafting.append(any(made.values()))
         counts, num_drafts = [], []
         likelihood = acceptance(num_answered) if callable(acceptance) else acceptance
@@ -174,8 +190,15 @@ def play(
         for token in manager.commit(result, now_s):
             num_answered += 1
             if num_answered == first_tokens:
-                began_s = now_s
+                began_s = spent_s
             if token.finish_reason is not None:
-                ask()
+                num_running -= 1
+                if requests_per_round is None:
+                    ask()
+                elif num_left:
+                    num_left -= 1
+                    ask()
+        if not num_running:
+            begin()
     num_drafted = 0 if lengths is None else sum(lengths.num_drafted)
-    return Played((num_answered - first_tokens) / (now_s - began_s), num_drafted, len(drafting), drafting)
+    return Played((num_answered - first_tokens) / (spent_s - began_s), num_drafted, len(drafting), drafting)

@@ -25,7 +25,7 @@ def make_manager(is_reckless: bool = False, **changes: Any) -> WorkloadManager:
         # Otherwise there are no drafts before a step without prefill, and two trials.
         manager.draft_lengths.times.observe(1, 1.0)
         manager.draft_lengths.round_times.observe(1, 0.0)
-        manager.draft_lengths.is_worthwhile = True
+        manager.draft_lengths.num_paying = 64
     return manager
 
 

@@ -2,10 +2,10 @@
 
 It is a second loaded model on the same device. Its keys and values are in blocks with the numbers of the model's own:
 block 7 of a sequence holds both models' keys and values of the same tokens. So hits in the prefix cache, forks, copies
-of blocks and preemption need no bookkeeping here. Its prompts are computed in the same steps as the model's; short ones
-only while drafts are wanted, and otherwise before the first draft.
+of blocks and preemption need no bookkeeping here. Long prompts are computed in the same steps as the model's, and short
+ones before the first draft: so the first token does not wait for them, and a sequence without drafts never needs them.
 
-A block that was filled while no drafts were wanted may have been published without the draft model's keys and values.
+A block that was filled without drafts may have been published without the draft model's keys and values.
 So there is a number for each block: how many of its positions have them. A sequence that takes such a block from the
 prefix cache computes what is missing before its first draft, and then all sequences have it.
 """
@@ -51,10 +51,10 @@ MAX_WANTED_CATCH_UP_TOKENS = 2048
 # several drafts that were all accepted.
 MAX_LACKING = 2
 # Each plan that asks for drafts adds one to the demand, up to the maximum, and each other plan subtracts one. From the
-# minimum on, drafts are wanted; two steps in which drafts are tried do not reach it. Below the minimum, prompts are not
-# computed if one step can catch up as soon as drafts are wanted.
+# minimum on, drafts are wanted; two steps in which drafts are tried do not reach it.
 MIN_DEMAND, MAX_DEMAND = 3, 7
-MAX_LEFT_OUT_TOKENS = MAX_CATCH_UP_TOKENS  # of one sequence
+# The tokens of one prompt that are left out until its first draft: as many as one step can catch up with.
+MAX_LEFT_OUT_TOKENS = MAX_CATCH_UP_TOKENS
 _UNASSIGNED = -1
 
 
@@ -237,7 +237,7 @@ class DraftModelDrafter(Drafter):
             end = chunk.start + num_known
             # A single token is computed with the drafts after it. A chunk that ends early is left out also if its
             # prompt goes on: a step's limit often divides short prompts.
-            if num_known > 1 and (self._is_wanted or end > MAX_LEFT_OUT_TOKENS):
+            if num_known > 1 and end > MAX_LEFT_OUT_TOKENS:
                 self._prompts.append((chunk.slot, chunk.start, end))
 
     @property

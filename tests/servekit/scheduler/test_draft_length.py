@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from servekit.scheduler.draft_length import (
     NUM_FIRST_TRIALS,
     NUM_LEVELS,
     PAID_SHARE,
+    PROMPT_SHARE,
     DraftLengths,
 )
 from servekit.scheduler.sequence import Sequence
@@ -49,6 +51,7 @@ def observe(
     step_id: int = PLAIN,
     position_s: float = 0.0,
     draft_prompt_time_s: float = 0.0,
+    mean_answer_tokens: float = inf,
 ) -> None:
     """Let it see a step with these drafts of its first sequences, of which the first spans have the accepted ones."""
     step = Step(step_id, 0.0, 0, num_decodes=num_decodes, num_prefill_tokens=num_prefill_tokens)
@@ -70,7 +73,7 @@ def observe(
         draft_time_s=draft_time_s,
         draft_prompt_time_s=draft_prompt_time_s,
     )
-    lengths.observe(step, step_time_s, position_s)
+    lengths.observe(step, step_time_s, position_s, mean_answer_tokens)
 
 
 def make_drafting(lengths: DraftLengths, acceptances: list[float], max_drafts: int | None = None) -> list[Sequence]:
@@ -131,7 +134,7 @@ def test_no_other_choice_gives_more_tokens_a_second(seed: int) -> None:
     """All choices for three sequences are tried."""
     rng = random.Random(seed)
     lengths = make_lengths(3)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     lengths.round_times.observe(1, 0.0)
     times_s: list[float] = []
     for num_positions in range(1, 13):  # flat at first, then in steps
@@ -153,7 +156,7 @@ def test_no_other_choice_gives_more_tokens_a_second(seed: int) -> None:
 
 def learn_drafting(lengths: DraftLengths, seconds_of: Callable[[int], float], max_sequences: int = 64) -> None:
     """Learn what a round of the drafter takes by the number of sequences."""
-    lengths.round_times.restore([], [], [])
+    lengths.round_times.restore([], [], [], 0.0)
     for num_sequences in range(1, max_sequences + 1):
         for num_rounds in (2, 4):
             drafts = [num_rounds] * num_sequences
@@ -179,7 +182,7 @@ def test_the_longer_a_drafter_takes_the_fewer_drafts_it_makes(drafting_s: float,
     The best number is that with the largest (1 + a + … + aᵏ) / (10 ms + k rounds), with a = 0.65.
     """
     lengths = make_lengths(7)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     learn(lengths, lambda num_positions: 10e-3)
     learn_drafting(lengths, lambda num_sequences: drafting_s)
     acceptance = 10.5 / NUM_LEVELS
@@ -242,11 +245,83 @@ def play_unexpected_cost(lengths: DraftLengths, prompt_s: float, num_steps: int,
 
 
 def test_drafts_end_if_they_cost_more_than_they_gain_however_much_is_expected_of_them() -> None:
-    """Of a step without drafts, they take half as much more. They end for long: 1/64 of the steps may be lost."""
-    num_steps = 5_000
+    """Of a step without drafts, they take half as much more. They end for long: 1/64 of the steps may be lost.
+
+    When they end, the prompts of the last steps are not charged yet.
+    """
+    num_steps, num_owed = 5_000, 0.5 / PROMPT_SHARE
     found = play_unexpected_cost(make_lengths(4), 5e-3, num_steps, num_accepted=0)
-    assert len(found) * 0.5 < MAX_DEBT + num_steps * PAID_SHARE
+    assert len(found) * 0.5 < MAX_DEBT + num_owed + num_steps * PAID_SHARE
     assert found[:20] == list(range(20)) and len(found) < 200
+
+
+def test_what_a_drafter_takes_for_prompts_is_charged_in_full_but_not_at_once() -> None:
+    """Forty steps' time, once. If it were added at once, drafts that gain a step's time with each step would end."""
+    lengths = make_lengths(4)
+    learn(lengths, lambda num_positions: 10e-3, max_positions=6)
+    charged = 0.0
+    for step_id in range(200):
+        before = lengths.debt
+        prompt_s = 0.0 if step_id else 400e-3
+        observe(lengths, 1, [1], 10e-3 + prompt_s, step_id=step_id, draft_prompt_time_s=prompt_s)
+        charged += lengths.debt - before + PAID_SHARE
+        assert lengths.debt - before < 3.0
+        if step_id == 40:
+            assert charged > 30.0
+    assert charged == pytest.approx(40.0, rel=0.02)
+
+
+def test_a_draft_that_is_accepted_while_others_wait_gains_less_than_its_share_of_a_step() -> None:
+    """Answers of six tokens: a sequence takes part in six steps of nine, so of nine slots, one of six is gained."""
+    debts = []
+    for mean_answer_tokens in (6.0, 1e9):
+        lengths = make_lengths(4)
+        learn(lengths, lambda num_positions: 10e-3, max_positions=40)
+        lengths.debt = 5.0
+        observe(lengths, 32, [1] * 32, 10e-3, num_accepted=32, mean_answer_tokens=mean_answer_tokens)
+        debts.append(5.0 - PAID_SHARE - lengths.debt)
+    assert debts == pytest.approx([1 / (1 + 3 / 6 * 31 / 32), 1.0])
+
+
+def test_the_drafters_prompts_are_a_part_of_what_drafts_take() -> None:
+    """A draft in each step, all of them right: twice the tokens. A prompt takes the time of two steps."""
+    for mean_answer_tokens, expected in ((4.0, 0), (40.0, 1), (1e9, 1)):
+        lengths = make_lengths(1)
+        learn(lengths, lambda num_positions: 10e-3, max_positions=6)
+        lengths.round_times.restore([1], [2e-3], [8.0], 0.0)
+        for _ in range(8):
+            (sequence,) = make_drafting(lengths, [0.99])
+            for number in range(4):
+                lengths.is_drafting = True
+                lengths.record(sequence, 1, 1, 1)
+                prompt_s = 0.0 if number else 20e-3
+                observe(lengths, 1, [1], 12e-3 + prompt_s, 2e-3, num_accepted=1, draft_prompt_time_s=prompt_s)
+        lengths.debt = lengths.prompt_debt = 0.0
+        assert lengths.prompt_s / lengths.num_begun == pytest.approx(20e-3, rel=0.2)
+        assert (lengths.choose([sequence], PLAIN, 0.0, 0, mean_answer_tokens) or [0]) == [expected]
+
+
+def test_the_more_steps_vary_the_more_drafts_must_be_expected_to_gain_before_they_begin_or_end() -> None:
+    """By the times they pay by a factor of 1.4, and then of 0.95."""
+    for spread, begins, goes_on in ((0.0, 1, 0), (4.0, 0, 1)):
+        lengths = make_lengths(1)
+        lengths.times.restore([1, 2], [10e-3, 10e-3 * 1.53 / 1.4], [4.0, 4.0], spread)
+        lengths.round_times.observe(1, 0.0)
+        sequences = make_drafting(lengths, [0.5])
+        assert chosen(lengths, sequences) == [begins]
+        lengths.times.restore([1, 2], [10e-3, 10e-3 * 1.53 / 0.95], [4.0, 4.0], spread)
+        lengths.num_paying = 1
+        assert chosen(lengths, sequences) == [goes_on]
+
+
+def test_next_to_more_sequences_drafts_have_to_begin_anew() -> None:
+    """They pay by a factor of 1.1 next to two sequences: enough to go on, and too little to begin."""
+    for num_paying, expected in ((1, [0, 0]), (2, [1, 1])):
+        lengths = make_lengths(1)
+        learn(lengths, lambda num_positions: 10e-3 if num_positions < 3 else 10e-3 * 1.53 / 1.1)
+        lengths.num_paying = num_paying
+        assert chosen(lengths, make_drafting(lengths, [0.5] * 2)) == expected
+        assert lengths.num_paying == (2 if num_paying == 2 else 0)
 
 
 def test_drafts_go_on_if_they_gain_more_than_they_cost() -> None:
@@ -286,7 +361,7 @@ def test_a_step_that_is_larger_than_all_known_ones_is_tried_if_its_positions_may
 
 def test_sequences_without_drafts_cost_time_but_get_none() -> None:
     lengths = make_lengths(4)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     learn(lengths, lambda num_positions: max(10e-3, 1e-3 * num_positions))
     (alone,) = chosen(lengths, make_drafting(lengths, [0.9]))
     without = make_drafting(lengths, [0.9] * 8, max_drafts=0)
@@ -299,9 +374,9 @@ def test_drafts_begin_where_they_pay_clearly_and_end_where_they_do_not_pay() -> 
     learn(lengths, lambda num_positions: 10e-3 * num_positions**0.5)
     for acceptance, begins, goes_on in ((0.3, 0, 0), (0.5, 0, 1), (0.9, 1, 1)):
         sequences = make_drafting(lengths, [acceptance])
-        lengths.is_worthwhile = False
+        lengths.num_paying = 0
         assert chosen(lengths, sequences) == [begins]
-        lengths.is_worthwhile = True
+        lengths.num_paying = 64
         assert chosen(lengths, sequences) == [goes_on]
 
 
@@ -310,7 +385,7 @@ def test_trials_and_steps_without_drafts_do_not_decide_whether_drafts_begin_or_e
     for is_worthwhile in (False, True):
         lengths = make_lengths(1)
         learn(lengths, lambda num_positions: 10e-3 if num_positions == 1 else 10e-3 * 1.5 / 1.1)
-        lengths.is_worthwhile = is_worthwhile
+        lengths.num_paying = int(is_worthwhile)
         (sequence,) = make_drafting(lengths, [0.5])
         planned, seen = [], []
         for step_id in range(1, 3 * EXPLORE_EVERY):
@@ -330,7 +405,7 @@ def test_the_steps_that_a_sequence_waits_for_are_those_in_flight_and_its_prompts
     found = []
     for max_steps_in_flight in (1, 4):
         lengths = make_lengths(7, max_steps_in_flight)
-        lengths.is_worthwhile = True
+        lengths.num_paying = 64
         learn(lengths, lambda num_positions: 10e-3 + 0.4e-3 * num_positions)
         found.append(lengths.choose(make_drafting(lengths, [0.8] * 4), PLAIN, 0.0, 0, 8.0)[0])
     assert found[0] > found[1] > 0
@@ -352,7 +427,7 @@ def test_the_first_sequences_show_the_most() -> None:
 
 def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps() -> None:
     lengths = make_lengths(7)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     learn(lengths, lambda num_positions: 10e-3 + 0.4e-3 * num_positions)
     sequences = make_drafting(lengths, [0.8] * 4)
     long, short, shortest = (lengths.choose(sequences, PLAIN, 0.0, 0, mean) or [0] for mean in (1000.0, 8.0, 1.0))
@@ -365,7 +440,7 @@ def test_short_answers_get_fewer_drafts_because_sequences_wait_for_longer_steps(
 def test_drafts_beside_prompts_are_as_dear_as_positions_of_a_step_of_that_size() -> None:
     """Up to 16 positions are free, and each further one takes its share."""
     lengths = make_lengths(4)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     learn(lengths, lambda num_positions: 1e-3 * max(16, num_positions))
     alone, many = make_drafting(lengths, [0.4]), make_drafting(lengths, [0.4] * 10)
     assert lengths.choose(alone, PLAIN, 0.0) == [4] and lengths.choose(many, PLAIN, 0.0) != []
@@ -376,7 +451,7 @@ def test_drafts_beside_prompts_are_as_dear_as_positions_of_a_step_of_that_size()
 def test_a_few_drafts_that_begin_another_tile_of_positions_are_not_free() -> None:
     """With 0.4 billion weights on a CPU, a step of 33 to 48 positions takes a seventh longer than one of 32."""
     lengths = make_lengths(1)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     for _ in range(10):
         learn(lengths, lambda num_positions: 1e-3 * (62 + 14 * -(-num_positions // 16)))
     assert lengths.choose(make_drafting(lengths, [0.9] * 3 + [0.0] * 29), PLAIN, 0.0) == []
@@ -475,7 +550,7 @@ def test_while_no_drafts_pay_it_is_seldom_considered_whether_they_do(monkeypatch
     assert considered == set(range(CONSIDER_EVERY, EXPLORE_EVERY, CONSIDER_EVERY))
     lengths = make_lengths(4)
     learn(lengths, lambda num_positions: 1.0)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     assert lengths.choose(sequences, PLAIN + 1, 0.0) == [4], "in each step, while they pay"
 
 
@@ -489,7 +564,7 @@ def test_a_step_with_prefill_shows_only_what_the_drafter_takes() -> None:
 def test_acceptance_follows_the_text() -> None:
     """It falls while drafts are rejected. Then the text becomes repetitive, and two drafts are enough to see it."""
     lengths = make_lengths(4)
-    lengths.is_worthwhile = True
+    lengths.num_paying = 64
     learn(lengths, lambda num_positions: 0.01)
     (sequence,) = make_drafting(lengths, [0.5])
     for _ in range(30):

@@ -106,6 +106,24 @@ def test_a_class_that_is_seen_often_does_not_look_faster_than_one_that_is_seen_s
     assert all(abs(error) / 4000 < 0.1 for error in errors.values())
 
 
+@pytest.mark.parametrize("deviation", [0.05, 0.4])
+def test_the_error_of_a_time_is_that_of_the_mean_of_so_many_steps(deviation: float) -> None:
+    rng = random.Random(0)
+    times, errors, expected = PositionTimes(), [], []
+    assert times.error_of(4) == 0.0, "nothing is known"
+    for _ in range(2000):
+        times.observe(4, 0.01 * (1.0 + deviation * rng.choice([-1.0, 1.0])))
+        errors.append(times.seconds_of(4) / 0.01 - 1.0)
+        expected.append(times.error_of(4))
+    found = (sum(error**2 for error in errors) / len(errors)) ** 0.5
+    assert sum(expected) / len(expected) == pytest.approx(found, rel=0.5)
+    assert times.error_of(3) == times.error_of(4) == times.error_of(50), "of the nearest known number"
+    for _ in range(400):
+        times.observe(9, 0.01 * (1.0 + deviation * rng.choice([-1.0, 1.0])))
+    assert times.error_of(9) < deviation / 2 < times.error_of(4), "a time of long ago is uncertain"
+    assert times.error_of(4) == pytest.approx(deviation, rel=0.5), "but not more than one step"
+
+
 def test_more_positions_never_take_less_time() -> None:
     times = PositionTimes()
     times.observe(1, 0.05)  # long ago, when the machine was slower

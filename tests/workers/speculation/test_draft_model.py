@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -195,6 +196,39 @@ def test_short_prompts_are_left_out_while_no_drafts_are_wanted_and_made_up_for(m
     num_drafted, num_accepted = sum(lengths.num_drafted), sum(lengths.num_accepted)
     engine.run()
     assert sum(lengths.num_drafted) - num_drafted == sum(lengths.num_accepted) - num_accepted > 50
+
+
+def test_a_first_token_waits_for_the_draft_models_prompt_only_if_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are wanted in each step. A short prompt is computed before the first drafts, and they are right."""
+    loaded, _ = prepared("llama")
+    monkeypatch.setattr(draft_model, "MAX_LEFT_OUT_TOKENS", 10)
+    prompt = make_prompts(VOCAB_SIZE)[5]
+    for num_tokens, computed_with_it in ((8, 0), (24, 24)):
+        engine = InProcessEngine(loaded, max_drafts=MAX_DRAFTS, loaded_drafter=drafting("llama", "itself"))
+        lengths = engine.manager.draft_lengths = FixedDraftLengths(MAX_DRAFTS, lambda _: MAX_DRAFTS)
+        engine.add([7, 8, 9], max_tokens=60, ignore_eos=True)
+        for _ in range(10):
+            engine.step()
+        drafter, num_computed = engine.runner.drafter, 0
+        compute = drafter._compute
+
+        def watched(
+            spans: list[tuple[int, int, int]],
+            numbers: list[int] | None = None,
+            compute: Callable[..., list[list[int]]] = compute,
+        ) -> list[list[int]]:
+            nonlocal num_computed
+            num_computed += sum(stop - start for _, start, stop in spans) if numbers is None else 0
+            return compute(spans, numbers)
+
+        drafter._compute = watched
+        sequence = engine.add(prompt[:num_tokens], max_tokens=20, ignore_eos=True)
+        while not sequence.output_token_ids:
+            engine.step()
+        assert num_computed == computed_with_it
+        engine.run()
+        assert num_computed >= num_tokens - 1
+        assert lengths.num_accepted == lengths.num_drafted
 
 
 def test_drafts_that_are_only_tried_make_no_prompt_wanted() -> None:
