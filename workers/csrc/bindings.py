@@ -262,8 +262,6 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "skinny_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
     # weight, x, residual, output; num_rows; workspace
     "blocked_gemm": (None, [_pointer] * 4 + [_int64, _pointer]),
-    # weight; num_outputs, num_inputs
-    "compact_panel_bytes": (_int64, [_pointer, _int64, _int64]),
     # weight; num_outputs, num_inputs, panel_bytes; data
     "write_compact_panels": (_int64, [_pointer] + [_int64] * 3 + [_pointer]),
     # weight, x, residual, output; num_rows; workspace

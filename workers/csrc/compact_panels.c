@@ -7,7 +7,6 @@
 #include <stdlib.h>
 
 enum { PANEL = BLOCKED_GEMM_WIDTH, RECORD_WEIGHTS = 2 * PANEL, NO_CODE = 255 };
-static const double MAX_SHARE = 0.9; /* of a plain weight's bytes: otherwise decoding is not worth it */
 
 /* The codes of all upper bytes in a panel: the most frequent ones have one. */
 typedef struct { uint8_t code_of[256], upper_bytes[NUM_CODES]; } panel_codes;
@@ -44,13 +43,6 @@ static int is_compact(const panel_codes *codes, const scalar *record) {
     return num_without == 0;
 }
 
-static int64_t count_bytes(const panel_codes *codes, const scalar *plain, int64_t num_inputs) {
-    int64_t num_bytes = compact_header_bytes(num_inputs);
-    for (int64_t pair = 0; pair < num_inputs / 2; pair++)
-        num_bytes += is_compact(codes, plain + pair * RECORD_WEIGHTS) ? COMPACT_RECORD_BYTES : PLAIN_RECORD_BYTES;
-    return num_bytes;
-}
-
 static void write_compact_record(const panel_codes *codes, const scalar *record, uint8_t *to) {
     uint8_t *const of_codes = to + 128;
     memset(of_codes, 0, 64);
@@ -62,61 +54,52 @@ static void write_compact_record(const panel_codes *codes, const scalar *record,
     }
 }
 
-static void write_panel(const panel_codes *codes, const scalar *plain, int64_t num_inputs, uint8_t *panel) {
-    const int64_t header_bytes = compact_header_bytes(num_inputs);
-    memset(panel, 0, (size_t)header_bytes);
+/* Write a panel, and return its bytes; 0 if they are more than max_bytes. */
+static int64_t write_panel(const panel_codes *codes, const scalar *plain, int64_t num_inputs, int64_t max_bytes,
+                           uint8_t *panel) {
+    int64_t num_bytes = compact_header_bytes(num_inputs);
+    if (num_bytes > max_bytes) return 0;
+    memset(panel, 0, (size_t)num_bytes);
     for (int i = 0; i < 64; i++) panel[i] = codes->upper_bytes[i % NUM_CODES];
-    uint8_t *is_plain = panel + 64, *to = panel + header_bytes;
+    uint8_t *const is_plain = panel + 64;
     for (int64_t pair = 0; pair < num_inputs / 2; pair++, plain += RECORD_WEIGHTS) {
-        if (is_compact(codes, plain)) {
-            write_compact_record(codes, plain, to);
-            to += COMPACT_RECORD_BYTES;
-        } else {
+        uint8_t *const record = panel + num_bytes;
+        const int compact = is_compact(codes, plain);
+        num_bytes += compact ? COMPACT_RECORD_BYTES : PLAIN_RECORD_BYTES;
+        if (num_bytes > max_bytes) return 0;
+        if (compact) write_compact_record(codes, plain, record);
+        else {
             is_plain[pair / 8] |= (uint8_t)(1 << pair % 8);
-            memcpy(to, plain, PLAIN_RECORD_BYTES);
-            to += PLAIN_RECORD_BYTES;
+            memcpy(record, plain, PLAIN_RECORD_BYTES);
         }
     }
-}
-
-static inline int64_t count_panels(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
-
-int64_t compact_panel_bytes(const scalar *weight, int64_t num_outputs, int64_t num_inputs) {
-    if (blocked_gemm_block_width() != PANEL || num_inputs % 2) return 0;
-    int64_t most = 0, num_failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) reduction(max : most) reduction(+ : num_failed)
-    for (int64_t panel = 0; panel < count_panels(num_outputs); panel++) {
-        scalar *const plain = malloc((size_t)(PANEL * num_inputs) * sizeof *plain);
-        if (plain) {
-            lay_out(weight, num_outputs, num_inputs, panel, plain);
-            const panel_codes codes = choose_codes(plain, num_inputs);
-            const int64_t num_bytes = count_bytes(&codes, plain, num_inputs);
-            if (num_bytes > most) most = num_bytes;
-        } else num_failed++;
-        free(plain);
-    }
-    return num_failed || most > MAX_SHARE * (double)(PANEL * num_inputs * (int64_t)sizeof *weight) ? 0 : most;
+    return num_bytes;
 }
 
 int64_t write_compact_panels(const scalar *weight, int64_t num_outputs, int64_t num_inputs, int64_t panel_bytes,
                              uint8_t *data) {
-    int64_t num_failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) reduction(+ : num_failed)
-    for (int64_t panel = 0; panel < count_panels(num_outputs); panel++) {
+    if (blocked_gemm_block_width() != PANEL || num_inputs % 2) return 0;
+    int64_t most = 0, num_failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) reduction(max : most) reduction(+ : num_failed)
+    for (int64_t panel = 0; panel < (num_outputs + PANEL - 1) / PANEL; panel++) {
         scalar *const plain = malloc((size_t)(PANEL * num_inputs) * sizeof *plain);
+        int64_t num_bytes = 0;
         if (plain) {
             lay_out(weight, num_outputs, num_inputs, panel, plain);
             const panel_codes codes = choose_codes(plain, num_inputs);
-            write_panel(&codes, plain, num_inputs, data + panel * panel_bytes);
-        } else num_failed++;
+            num_bytes = write_panel(&codes, plain, num_inputs, panel_bytes, data + panel * panel_bytes);
+        }
         free(plain);
+        num_failed += num_bytes == 0;
+        if (num_bytes > most) most = num_bytes;
     }
-    return num_failed == 0;
+    return num_failed ? 0 : most;
 }
 
 #else
-int64_t compact_panel_bytes(const scalar *weight, int64_t num_outputs, int64_t num_inputs) {
-    (void)weight, (void)num_outputs, (void)num_inputs;
+int64_t write_compact_panels(const scalar *weight, int64_t num_outputs, int64_t num_inputs, int64_t panel_bytes,
+                             uint8_t *data) {
+    (void)weight, (void)num_outputs, (void)num_inputs, (void)panel_bytes, (void)data;
     return 0;
 }
 #endif

@@ -138,11 +138,9 @@ void blocked_gemm(const prepared_weight *weight, const scalar *x, const scalar *
 
 /* -- compact weights (compact_panels.c) ---------------------------------------------------------------------------- */
 
-/* The bytes that a panel of weight [num_outputs, num_inputs] takes if it is compact; 0 if this processor, or this weight,
-   gains nothing. num_inputs is even. Call skinny_gemm_max_rows first. */
-int64_t compact_panel_bytes(const scalar *weight, int64_t num_outputs, int64_t num_inputs);
-
-/* Write its panels, BLOCKED_GEMM_WIDTH outputs each, into `data`. Returns whether there was memory for it. */
+/* Write weight [num_outputs, num_inputs] into `data` as compact panels, BLOCKED_GEMM_WIDTH outputs each, which begin every
+   panel_bytes; a multiple of 64. num_inputs is even. Returns the bytes that the largest panel takes; 0 if that is more
+   than panel_bytes, if there is no memory for it, or if this processor has no use for it. Call skinny_gemm_max_rows first. */
 int64_t write_compact_panels(const scalar *weight, int64_t num_outputs, int64_t num_inputs, int64_t panel_bytes,
                              uint8_t *data);
 

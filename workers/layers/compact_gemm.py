@@ -17,6 +17,8 @@ from workers.layers.cpu_weight import CpuWeight
 from workers.layers.skinny_gemm import MAX_ROWS_IN_ONE_CALL
 
 PANEL = 2 * STRIP  # BLOCKED_GEMM_WIDTH in kernels.h
+MAX_SHARE = 0.9  # of a plain weight's bytes: otherwise decoding is not worth it
+LINE_BYTES = 64  # of a cache line
 MIN_PANELS_PER_THREAD = 4  # MIN_TASKS_PER_THREAD in strips.h: a panel is not divided among threads
 
 
@@ -26,12 +28,14 @@ def make_compact_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | Non
     if weight.dtype is not torch.bfloat16 or num_outputs < MIN_PANELS_PER_THREAD * PANEL * torch.get_num_threads():
         return None
     weight = weight.contiguous()
-    panel_bytes = library.compact_panel_bytes(weight.data_ptr(), num_outputs, num_inputs)
+    most_bytes = int(MAX_SHARE * PANEL * num_inputs * weight.element_size()) // LINE_BYTES * LINE_BYTES
+    panels = torch.empty(-(-num_outputs // PANEL), most_bytes, dtype=torch.uint8)
+    panel_bytes = library.write_compact_panels(
+        weight.data_ptr(), num_outputs, num_inputs, most_bytes, panels.data_ptr()
+    )
     if not panel_bytes:
         return None
-    data = torch.empty(-(-num_outputs // PANEL) * panel_bytes, dtype=torch.uint8)
-    if not library.write_compact_panels(weight.data_ptr(), num_outputs, num_inputs, panel_bytes, data.data_ptr()):
-        return None
+    data = panels[:, :panel_bytes].contiguous()
     base = CPreparedWeight(
         data=data.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
