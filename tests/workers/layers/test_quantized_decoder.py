@@ -72,9 +72,11 @@ def test_one_call_computes_what_the_layers_and_dequantized_weights_compute(
     decode = CpuDecoder.decode
     monkeypatch.setattr(CpuDecoder, "decode", lambda self, x, *rest: (calls.append(len(x)), decode(self, x, *rest)))
     in_one_call = runner._run_in_chunks(TOKEN_IDS)
-    assert calls and max(calls) <= 32, "no step was decoded in one call"
+    assert min(calls) <= 32, "no step was decoded in one call"
+    assert max(calls) > 32, "no prompt was one call up to its last layer"
     calls.clear()
     monkeypatch.setattr(CpuDecoder, "can_decode", lambda *_: False)
+    monkeypatch.setattr(CpuDecoder, "can_prefill", lambda *_: False)
     by_layers = runner._run_in_chunks(TOKEN_IDS)
     assert not calls
     is_exact = dtype == "float32" and activations == "float"
