@@ -110,7 +110,7 @@ class BlockReceiver:
                     waiting.put_nowait(None)
             connections = list(self._connections.values())
         for connection in connections:
-            connection.close()
+            connection.interrupt()
 
     # -- in the thread of a peer --------------------------------------------------------------------------------------
 

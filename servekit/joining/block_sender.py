@@ -64,7 +64,7 @@ class BlockSender:
         return port
 
     def close(self) -> None:
-        """Stop listening, and close all connections. Idempotent."""
+        """Stop listening, and end all connections. Idempotent."""
         with self._lock:
             self._is_closed = True
             connections = list(self._connections)
@@ -72,7 +72,7 @@ class BlockSender:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for connection in connections:
-            connection.close()
+            connection.interrupt()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class BlockSender:
                 if unknown is None:
                     return None
                 del self._connections[unknown]
-                unknown.close()
+                unknown.interrupt()
             connection = TransferSocket(connected)
             self._connections[connection] = False
             return connection

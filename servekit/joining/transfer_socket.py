@@ -26,7 +26,7 @@ class TransferSocket:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._frames: FrameCodec | None = None
         self._received: list[bytes] = []  # payloads that came together with the one before them
-        self._is_closed = False
+        self._is_ended = False
 
     def read_frame(self, ends_s: float) -> bytes:
         """Return the next frame of the handshake. Raises OSError, EOFError or ValueError."""
@@ -65,11 +65,19 @@ class TransferSocket:
             self._received = self._frames.decode(self._read(READ_BYTES, ends_s))
         return self._received.pop(0)
 
-    def close(self) -> None:
-        """Close the connection, also while another thread waits for it: that one gets an EOFError or OSError."""
-        self._is_closed = True
+    def interrupt(self) -> None:
+        """End the connection from another thread: the one that uses it gets an EOFError or OSError, and must close it.
+
+        To close it here would free the number of its file while that thread may still write to that number. The next
+        file that is opened would have it: another connection, or the memory of KV blocks.
+        """
+        self._is_ended = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS takes its state from the other thread
+
+    def close(self) -> None:
+        """Close the connection, in the thread that uses it."""
+        self.interrupt()
         self._socket.close()
 
     def _read_exactly(self, num_bytes: int, ends_s: float) -> bytes:
@@ -94,8 +102,8 @@ class TransferSocket:
     def _limit(self, ends_s: float) -> None:
         """Let the next call on the socket end in time. Raises TimeoutError or OSError."""
         left_s = ends_s - time.monotonic()
-        if self._is_closed:
-            raise ConnectionAbortedError("the connection was closed here")
+        if self._is_ended:
+            raise ConnectionAbortedError("the connection was ended here")
         if left_s <= 0:
             raise TimeoutError("timed out")
         self._socket.settimeout(left_s)

@@ -22,6 +22,7 @@ from servekit.joining.block_receiver import BlockReceiver
 from servekit.joining.block_sender import BlockSender
 from servekit.joining.credentials import server_tls, worker_tls
 from servekit.joining.transfer_settings import TransferSettings
+from servekit.joining.transfer_socket import TransferSocket
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.messages import BlocksFetched, FetchBlocks, LoadModel
 from tests.support.timing import again_if_late, assert_within
@@ -414,6 +415,37 @@ def test_while_no_thread_can_be_started_transfers_fail_and_later_ones_do_not(
                 assert refused.recv(1) == b""
             assert "127.0.0.1 was refused, which asked for KV blocks: can't start new thread" in caplog.text
         assert pair.fetch(*KEYS[:3]) == KEYS[:3]
+
+
+def test_each_connection_is_closed_by_the_thread_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch, certificate: tuple[str, str]
+) -> None:
+    """Otherwise a thread could write TLS to the number of a file that is another one's by now."""
+    closed: list[tuple[TransferSocket, str]] = []
+    close = TransferSocket.close
+
+    def noted(self: TransferSocket) -> None:
+        close(self)
+        closed.append((self, threading.current_thread().name))
+
+    monkeypatch.setattr(TransferSocket, "close", noted)
+    monkeypatch.setattr(block_sender, "MAX_CONNECTIONS", 2)
+    with contextlib.ExitStack() as stack:
+        with pairing(certificate=certificate) as pair:
+            pair.source.append(*KEYS[:1])
+            assert pair.fetch(*KEYS[:1]) == KEYS[:1]
+            idle = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", pair.sender.port), timeout=ENOUGH_S))
+                for _ in range(3)
+            ]
+            assert [each.recv(1) for each in idle[:2]] == [b""] * 2, "the oldest ones"
+            connections = {*pair.sender._connections, *pair.receiver._connections.values()}
+        deadline_s = time.monotonic() + ENOUGH_S
+        while not connections <= {connection for connection, _ in closed}:
+            assert time.monotonic() < deadline_s, "the end wakes the threads"
+            time.sleep(0.01)
+        assert all(connection._socket.fileno() == -1 for connection in connections)
+    assert {name.partition(" from ")[0] for _, name in closed} == {"sends blocks", "fetches"}
 
 
 def test_the_end_waits_for_no_peer() -> None:
