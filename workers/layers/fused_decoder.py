@@ -347,7 +347,7 @@ def fuse_layers(
         shared = [family.experts.shared_expert for family in families if family is not None and family.experts]
         can_fuse_all = can_fuse_all and not any(shared)
     if group is not None:  # parts may differ in size; ranks with and without fused layers would exchange other tensors
-        can_fuse_all = group.total(int(can_fuse_all)) == group.size
+        can_fuse_all = group.all_can(can_fuse_all)
     if not can_fuse_all:
         return None
     full_name = name if parent is model else f"model.{name}"

@@ -57,18 +57,20 @@ def _replace_on_cpu(
     ranks: Ranks | None,
     lora: LoraPool | None,
 ) -> nn.Module | None:
-    if not can_pack(model.dtype):
-        return None
-    library = c_library(str(model.dtype).removeprefix("torch."))
+    library = c_library(str(model.dtype).removeprefix("torch.")) if can_pack(model.dtype) else None
+    may_fuse = _all_ranks_can_fuse(ranks, library is not None)
     if library is None:
-        pack_linears(model)
+        if can_pack(model.dtype):
+            pack_linears(model)
         return None
     method = make_cpu_method(library)
     # With one call for all layers, the ranks could not exchange anything between layers.
     make_decoder = make_cpu_decoder if ranks is None or ranks.group is None else None
     ops = CpuOps(library, model.dtype)
     make_experts = partial(FusedExperts, method=method, ops=ops)
-    fused = fuse_layers(model, decoder, params, ops, method, make_decoder, ranks, lora, make_experts)
+    fused = None
+    if may_fuse:
+        fused = fuse_layers(model, decoder, params, ops, method, make_decoder, ranks, lora, make_experts)
     pack_linears(model, method)
     return fused
 
@@ -99,12 +101,28 @@ def _replace_on_gpu(
     ranks: Ranks | None,
     lora: LoraPool | None,
 ) -> nn.Module | None:
+    may_fuse = _all_ranks_can_fuse(ranks, triton_failure() is None)
     if triton_failure() is not None:
         return None
     from workers.layers.triton_ops import TritonOps  # not at the top: only torch for CUDA brings Triton
     from workers.layers.triton_quantized import make_weight
 
-    fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks, lora=lora)
+    fused = None
+    if may_fuse:
+        fused = fuse_layers(model, decoder, params, TritonOps(), make_weight, ranks=ranks, lora=lora)
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):  # dense layers would not become faster
         pack_linears(model, make_weight)
     return fused
+
+
+def _all_ranks_can_fuse(ranks: Ranks | None, can_fuse: bool) -> bool:
+    """Return whether the machines of all ranks of the stage can compute fused layers. Call it on each of them.
+
+    One may have no compiler, or an older processor. Ranks with and without fused layers would exchange other tensors.
+    """
+    if ranks is None or ranks.group is None:
+        return can_fuse
+    all_can = ranks.group.all_can(can_fuse)
+    if can_fuse and not all_can:
+        log.warning("layers are not fused: another rank's machine cannot (`servekit doctor` there says why)")
+    return all_can

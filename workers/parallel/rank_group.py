@@ -45,6 +45,10 @@ class RankGroup:
         """Return the sum of the ranks' values."""
         return int(self.all_reduce(torch.tensor([value], dtype=torch.int64)))
 
+    def all_can(self, can: bool) -> bool:
+        """Return whether all ranks can do something that a machine, or a rank's part of a model, may not allow."""
+        return self.total(int(can)) == self.size
+
     def share(self, size: int) -> slice:
         """Return this rank's part of `size` items. Parts are as long as the first ones can be, as torch.chunk's."""
         width = -(-size // self.size)

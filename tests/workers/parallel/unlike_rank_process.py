@@ -1,0 +1,35 @@
+"""Two ranks on machines that are not alike: `run_unlike_rank` takes from one of them what it fuses layers with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from workers.layers import layer_replacement
+from workers.loading.model_manager import ModelManager
+from workers.parallel.ranks import Ranks
+
+# So a rank that waits for one that asks for nothing ends with an error, before the test is stopped.
+RANK_TIMEOUT_S = 60.0
+
+
+class Computed(msgspec.Struct):
+    """What a rank computed: the class of its decoder, and the logits of the sample."""
+
+    decoder: str
+    logits: list[list[float]]
+
+
+def run_unlike_rank(rank: int, folder: str, directory: str, missing: str) -> None:
+    """Load a model as one of two ranks, and write what was computed. The second one's machine lacks `missing`."""
+    torch.set_num_threads(1)
+    if rank == 1 and missing == "compiler":
+        layer_replacement.c_library = lambda _: None
+    elif rank == 1 and missing == "data type":
+        layer_replacement.can_pack = lambda _: False
+    ranks = Ranks(rank, 2, 1, f"{folder}/rendezvous", torch.device("cpu"), RANK_TIMEOUT_S)
+    loaded = ModelManager("cpu").load(Path(directory), "float32", None, ranks=ranks)
+    computed = Computed(type(loaded.decoder).__name__, loaded.sample.logits.tolist())
+    Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(computed))
