@@ -45,7 +45,6 @@ class Replicas:
         self._service_exchange = ServiceExchange()
         self.num_handed_over = 0  # times that a decode replica went on with a sequence
         self.fetches = BlockFetches()
-        self._unlike_pairs: set[tuple[int, int]] = set()  # of replicas between which no block can go
         self.on_failed_fetch: Callable[[int], None] = lambda _: None  # gets the number of the decode replica
 
     def add(self, replica: Replica) -> None:
@@ -248,11 +247,7 @@ class Replicas:
         if not addresses:
             return
         manager = source.core.manager
-        targets = {
-            index: each
-            for index, each in targets.items()
-            if self.fetches.may_begin(source.index, index, now_s) and self._can_fetch(self.all[index], source)
-        }
+        targets = {index: each for index, each in targets.items() if self.fetches.may_begin(source.index, index, now_s)}
         for hand_over in find_hand_overs(manager, targets, self.fetches):
             sequence, target = manager.find(hand_over.sequence_id), self.all[hand_over.target_id]
             assert sequence is not None
@@ -264,20 +259,6 @@ class Replicas:
             num_blocks = target.core.manager.kv_cache.num_blocks_at_end(sequence, 0)
             fetch = self.fetches.begin(sequence.sequence_id, source.index, target.index, keys, num_blocks, now_s)
             target.executor.fetch(fetch.number, addresses, keys)
-
-    def _can_fetch(self, target: Replica, source: Replica) -> bool:
-        """Whether each agent of a worker has its parts of blocks where it asks. If not, the log says so once."""
-        num_agents, num_sources = len(target.transfer_addresses), len(source.transfer_addresses)
-        can_fetch = num_sources in (1, num_agents)  # one agent has the parts of all ranks
-        pair = source.index, target.index
-        if not can_fetch and pair not in self._unlike_pairs:
-            self._unlike_pairs.add(pair)
-            log.warning(
-                "replica %d can take over no sequence from replica %d, whose ranks have %d agents, and its own %d: "
-                "start both workers on as many machines",
-                *(target.index, source.index, num_sources, num_agents),
-            )
-        return can_fetch
 
     def fetched(self, target: Replica, answer: BlocksFetched) -> None:
         """Move a sequence to a replica whose agent has its blocks. Otherwise it stays where it is."""

@@ -118,13 +118,9 @@ class WorkerConnection:
     def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
         """Ask its agent to fetch blocks. Does not wait; `on_fetched` gets the answer, unless the worker is lost.
 
-        There is one address, unless each rank of the other worker has an agent of its own. Then nothing comes, because
-        this agent has all ranks of its worker.
+        There is one address, or one for each rank that the agent has.
         """
-        if len(addresses) == 1:
-            self.send_payload(self.encode(FetchBlocks(number, addresses[0], keys)))
-        else:
-            self._loop.call_soon(self.on_fetched, BlocksFetched(number))
+        self.send_payload(self.encode(FetchBlocks(number, tuple(addresses), keys)))
 
     async def receive(self, timeout_s: float | None) -> FromWorker:
         """Return the worker's next answer. Raises the loss: WorkerLost, WorkerTimeout, or ConfigError while it loads.

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from servekit.errors import ConfigError
 from servekit.joining.address import TcpAddress
-from servekit.joining.block_receiver import BlockReceiver
 from servekit.joining.block_sender import BlockSender
+from servekit.joining.rank_receivers import RankReceivers
 from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_settings import TransferSettings
 from servekit.protocol.block_ring import BlockRing, open_memory
@@ -47,7 +47,7 @@ class BlockExchange:
         self._on_fetched = on_fetched
         self._num_ranks = 1 if load.local_rank is not None else load.num_ranks  # on this machine, of this agent
         self._sender: BlockSender | None = None
-        self._receiver: BlockReceiver | None = None
+        self._receiver: RankReceivers | None = None
         self._warn = TransferLog().warning
         names = (f"{name}-{rank}" for name in ("outbox", "inbox") for rank in range(self._num_ranks))
         try:  # those of the outbox, one for each rank, and then those of the inbox
@@ -94,14 +94,14 @@ class BlockExchange:
                 f"no thread can be started that listens for transfers of KV blocks: {error}; raise the limit of "
                 "processes for this user or container"
             ) from None
-        self._receiver = BlockReceiver(rings[INBOX], self._key, self._tls, self._on_fetched)
+        self._receiver = RankReceivers(rings[INBOX], self._key, self._tls, self._on_fetched)
         address_of_others = str(TcpAddress(settings.host, self._sender.port))
         return address_of_others if settings.server_tls is None else address_of_others.replace("tcp:", "tls:", 1)
 
     def fetch(self, request: FetchBlocks) -> None:
         """Begin to fetch blocks. Does not wait."""
         if self._receiver is None:
-            self._warn(f"KV blocks are not fetched from {request.address}: this worker is not ready")
+            self._warn(f"KV blocks are not fetched from {request.addresses[0]}: this worker is not ready")
             self._on_fetched(BlocksFetched(request.number))
         else:
             self._receiver.fetch(request)

@@ -59,25 +59,30 @@ class BlockReceiver:
         key: bytes,
         tls: ssl.SSLContext | None,
         on_fetched: Callable[[BlocksFetched], None],
+        lock: threading.Lock | None = None,
     ) -> None:
-        """`rings` has one for each rank, for the blocks that come. `on_fetched` is called in a thread."""
+        """`rings` has one for each rank, for the blocks that come. `on_fetched` is called in a thread.
+
+        `lock` is for receivers that share a ring.
+        """
         self._rings = list(rings)
         self._layouts = tuple(BlockLayout(ring.layout, ring.block_bytes) for ring in rings)
         self._key = key
         self._tls = tls
         self._on_fetched = on_fetched
         self._warn = TransferLog().warning
-        self._lock = threading.Lock()  # of the rings, and of all that follows
+        self._lock = lock or threading.Lock()  # of the rings, and of all that follows
         self._queues: dict[str, _Queue] = {}  # by the address of the peer
         self._connections: dict[str, TransferSocket] = {}
         self._is_closed = False
 
     def fetch(self, request: FetchBlocks) -> None:
-        """Begin to fetch blocks. Does not wait; `on_fetched` gets those that came, perhaps none."""
+        """Begin to fetch blocks from one agent. Does not wait; `on_fetched` gets those that came, perhaps none."""
+        (address,) = request.addresses
         with self._lock:
-            waiting = None if self._is_closed else self._queues.get(request.address)
+            waiting = None if self._is_closed else self._queues.get(address)
             if waiting is None and len(self._queues) < MAX_PEERS and not self._is_closed:
-                waiting = self._begin(request.address)
+                waiting = self._begin(address)
             if waiting is not None:
                 with contextlib.suppress(queue.Full):
                     waiting.put_nowait((request, time.monotonic() + FETCH_TIMEOUT_S))
@@ -87,7 +92,7 @@ class BlockReceiver:
             why = f"{MAX_QUEUED} fetches wait, which is the limit"
             if waiting is None:
                 why = f"{MAX_PEERS} other workers are asked already, which is the limit, or no thread can be started"
-            self._warn(f"KV blocks are not fetched from {request.address}: {why}", "limit")
+            self._warn(f"KV blocks are not fetched from {address}: {why}", "limit")
         self._on_fetched(BlocksFetched(request.number))
 
     def _begin(self, address: str) -> _Queue | None:

@@ -32,7 +32,7 @@ from servekit.errors import WorkerError
 from servekit.protocol.frames import MAX_MESSAGE_BYTES
 from servekit.protocol.sealed_frames import SealedFrameCodec, framed_digest
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 1,100
 MIN_KEY_BYTES = 32

@@ -480,18 +480,19 @@ MAX_FETCHED_KEYS = 2**15  # of one sequence
 
 
 class FetchBlocks(Struct, frozen=True, tag="fetch_blocks"):
-    """For the agent of a decode worker that has joined: fetch blocks from another agent, in this order.
+    """For the agent of a decode worker that has joined: fetch blocks from other agents, in this order.
 
     It is no message to the worker itself. Answered by `BlocksFetched`, after other messages.
     """
 
     number: Count
-    address: str
+    # Of the agent that has the parts of all ranks, or of one for each rank that this agent has, in their order.
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=300)], ...], Meta(min_length=1, max_length=1024)]
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_FETCHED_KEYS)]
 
 
 # How a FetchBlocks begins: so an agent, which passes on all other messages, need not decode each of them.
-FETCH_BLOCKS = b"".join(msgspec.msgpack.encode(FetchBlocks(0, "", ())).partition(b"fetch_blocks")[:2])
+FETCH_BLOCKS = b"".join(msgspec.msgpack.encode(FetchBlocks(0, (), ())).partition(b"fetch_blocks")[:2])
 
 
 class BlocksFetched(Struct, frozen=True, tag="blocks_fetched"):

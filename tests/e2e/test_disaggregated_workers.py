@@ -62,11 +62,11 @@ NUM_TOKENS = 80
 class Service:
     """A server, and the agents of two workers that join it, one for prefill and one for decode.
 
-    If they are divided, each of their two ranks has an agent of its own, as on several machines.
+    Each of the two ranks of a worker whose role is in `divided` has an agent of its own, as on several machines.
     """
 
     def __init__(
-        self, folder: Path, *arguments: str, of_workers: tuple[str, ...] = (), is_divided: bool = False
+        self, folder: Path, *arguments: str, of_workers: tuple[str, ...] = (), divided: tuple[str, ...] = ()
     ) -> None:
         self.folder, self._of_workers = folder, of_workers
         key = folder / "key"
@@ -80,7 +80,7 @@ class Service:
         self.server = ServerProcess(*arguments, *joining, log=folder / "log", environment=ONE_THREAD)
         self.agents = {}
         for role in ("prefill", "decode"):
-            if not is_divided:
+            if role not in divided:
                 self.agents[role] = self._start_agent(role)
                 continue
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -120,9 +120,9 @@ class Service:
 
 @contextmanager
 def serving_apart(
-    folder: Path, *arguments: str, of_workers: tuple[str, ...] = (), is_divided: bool = False
+    folder: Path, *arguments: str, of_workers: tuple[str, ...] = (), divided: tuple[str, ...] = ()
 ) -> Iterator[Service]:
-    service = Service(folder, *arguments, of_workers=of_workers, is_divided=is_divided)
+    service = Service(folder, *arguments, of_workers=of_workers, divided=divided)
     try:
         service.server.wait_until_ready()
         service.server.wait_for_metric("servekit_workers_alive", 2)
@@ -201,16 +201,20 @@ def test_transfers_that_are_altered_cut_off_or_stalled_change_no_answer_and_dela
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_divided", [False, True], ids=["one machine each", "two machines each"])
+@pytest.mark.parametrize(
+    "divided",
+    [(), ("prefill", "decode"), ("prefill",)],
+    ids=["one machine each", "two machines each", "prefill on two machines, decode on one"],
+)
 def test_ranks_of_two_workers_exchange_their_parts(
     flags: tuple[str, ...],
     expected: list[Answers],
-    is_divided: bool,
+    divided: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
     flags, requests, expected = without_adapter(flags, expected)
     sizes = ("--tensor-parallel-size", "2")
-    with serving_apart(tmp_path, *flags, *sizes, of_workers=("--device", "cpu"), is_divided=is_divided) as service:
+    with serving_apart(tmp_path, *flags, *sizes, of_workers=("--device", "cpu"), divided=divided) as service:
         assert_same(all_choices(service.server, requests), expected, requests, OF_RANKS)
         assert service.server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
         assert service.server.metric("servekit_kv_transfer_failed_loads_total") == 0

@@ -45,7 +45,7 @@ class Executor:
         self.requests: list[FetchBlocks] = []
 
     def fetch(self, number: int, addresses: tuple[str, ...], keys: tuple[bytes, ...]) -> None:
-        self.requests.append(FetchBlocks(number, addresses[0], keys))
+        self.requests.append(FetchBlocks(number, addresses, keys))
 
     async def start_again(self) -> None:
         if self.num_failing_starts:

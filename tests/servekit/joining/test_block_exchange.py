@@ -10,10 +10,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from servekit.errors import ConfigError
 from servekit.joining import block_receiver, block_sender, transfer_log
@@ -90,7 +91,7 @@ class Pair:
 
     def begin(self, *keys: bytes, port: int | None = None) -> None:
         self.num_requests += 1
-        self.receiver.fetch(FetchBlocks(self.num_requests, self.address(port), keys))
+        self.receiver.fetch(FetchBlocks(self.num_requests, (self.address(port),), keys))
 
     def fetch(self, *keys: bytes, port: int | None = None) -> tuple[bytes, ...]:
         """Fetch blocks, and return the keys of those that came, after a check of what is in them."""
@@ -333,7 +334,7 @@ def test_a_worker_whose_ranks_are_on_several_machines_fetches_the_parts_of_each(
         for number, ring in enumerate(pair.target.rings):
             answers: queue.Queue[BlocksFetched] = queue.Queue()
             receiver = BlockReceiver([ring], KEY, None, answers.put)
-            receiver.fetch(FetchBlocks(number, pair.address(), KEYS[:3]))
+            receiver.fetch(FetchBlocks(number, (pair.address(),), KEYS[:3]))
             assert answers.get(timeout=ENOUGH_S) == BlocksFetched(number, KEYS[:3])
             receiver.close()
         pair.assert_right(*KEYS[:3])
@@ -480,7 +481,7 @@ def test_a_worker_gets_an_outbox_and_an_inbox_and_both_are_given_back(caplog: py
     fds = load.kv_transfer_fds
     assert [os.fstat(fd).st_size for fd in fds] == [2**21] * 4
     assert (load.kv_transfer_own, load.kv_transfer_inbox) == (0, 1)
-    exchange.fetch(FetchBlocks(5, "tcp://127.0.0.1:1", KEYS[:1]))
+    exchange.fetch(FetchBlocks(5, ("tcp://127.0.0.1:1",), KEYS[:1]))
     assert answers == [BlocksFetched(5)] and "this worker is not ready" in caplog.text
     lay_out(load)
     address = exchange.open()
@@ -503,7 +504,7 @@ def test_two_exchanges_of_one_server_hand_blocks_over(certificate: tuple[str, st
         ring = BlockRing.attach(fd, is_writer=True)
         ring.rows[ring.next_rows(1)] = content(KEYS[0], ring)
         ring.append([KEYS[0]])
-    exchanges[1].fetch(FetchBlocks(1, addresses[0], KEYS[:1]))
+    exchanges[1].fetch(FetchBlocks(1, (addresses[0],), KEYS[:1]))
     assert answers.get(timeout=ENOUGH_S) == BlocksFetched(1, KEYS[:1])
     for fd in exchanges[1].fds[2:]:  # and of the other one's inbox
         ring = BlockRing.attach(fd)
@@ -511,6 +512,52 @@ def test_two_exchanges_of_one_server_hand_blocks_over(certificate: tuple[str, st
         assert (block[: ring.block_bytes] == content(KEYS[0], ring)[: ring.block_bytes]).all()
     for exchange in exchanges:
         exchange.close()
+
+
+def test_an_agent_with_all_ranks_fetches_from_those_of_single_ranks_and_from_one_that_has_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever one rank lacks is not said to be there. All receivers write to the same memory."""
+    answers: queue.Queue[BlocksFetched] = queue.Queue()
+    settings = TransferSettings("127.0.0.1")
+    loads = [replace(LOAD, local_rank=rank, rank=rank) for rank in range(2)]
+    divided = [BlockExchange(load, KEY, settings, None, answers.put) for load in loads]
+    for rank, exchange in enumerate(divided):
+        for fd in exchange.fds:
+            BlockRing(fd, BLOCK_BYTES[rank], LAYOUTS[rank], is_writer=True)
+        append_to(exchange.fds[:1], KEYS[: 3 - rank])
+    whole = [BlockExchange(LOAD, KEY, settings, None, answers.put) for _ in range(2)]
+    for exchange in whole:
+        lay_out(exchange.apply(LOAD))
+    append_to(whole[1].fds[:2], KEYS[4:5])
+    addresses, target = tuple(exchange.open() for exchange in divided), whole[0]
+    target.open()
+    target.fetch(FetchBlocks(1, addresses, KEYS[:3]))
+    assert answers.get(timeout=ENOUGH_S) == BlocksFetched(1, KEYS[:2]), "the second rank has two blocks"
+    target.fetch(FetchBlocks(2, (whole[1].open(),), KEYS[4:5]))
+    assert answers.get(timeout=ENOUGH_S) == BlocksFetched(2, KEYS[4:5])
+    append_to(divided[1].fds[:1], KEYS[2:3])
+    target.fetch(FetchBlocks(3, addresses, KEYS[:3]))
+    assert answers.get(timeout=ENOUGH_S) == BlocksFetched(3, KEYS[:3])
+    for fd in target.fds[2:]:
+        ring = BlockRing.attach(fd)
+        wanted = [*KEYS[:3], KEYS[4]]
+        blocks, is_right = ring.read(wanted)
+        assert is_right.all() and ring.list_keys().count(KEYS[0]) == 1
+        for key, block in zip(wanted, blocks, strict=True):
+            assert (block[: ring.block_bytes] == content(key, ring)[: ring.block_bytes]).all()
+    target.fetch(FetchBlocks(4, (*addresses, addresses[0]), KEYS[:1]))
+    assert answers.get(timeout=ENOUGH_S) == BlocksFetched(4) and "from 3 agents, because this one has 2" in caplog.text
+    for exchange in (*divided, *whole):
+        exchange.close()
+
+
+def append_to(fds: Sequence[int], keys: Sequence[bytes]) -> None:
+    """Write blocks as ranks do, to the memory of each."""
+    for fd in fds:
+        ring = BlockRing.attach(fd, is_writer=True)
+        ring.rows[ring.next_rows(len(keys))] = [content(key, ring) for key in keys]
+        ring.append(list(keys))
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
