@@ -49,7 +49,9 @@ class PrebuiltKernels(BuildHookInterface):
             for dtype, macros in build.MACROS.items():
                 library = Path(self._folder.name) / variant.library_name(dtype)
                 self.app.display_info(f"compiling {library.name}")
-                libraries.append(build.compile_library(compiler, (*variant.flags, *macros, "-s"), library))
+                # No limit of time: a build of an image has the processor that others leave, and a worker does not wait.
+                flags = (*variant.flags, *macros, "-s")
+                libraries.append(build.compile_library(compiler, flags, library, timeout_s=None))
         packed = prebuilt.PREBUILT_FOLDER.relative_to(build.FOLDER.parents[1])
         build_data["force_include"].update({str(library): str(packed / library.name) for library in libraries})
         build_data["pure_python"] = False

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,6 +84,11 @@ class AdapterRegistry:
         self._loading: set[str] = set()
         # Called with the name and the directory of each adapter that is loaded; without a directory, it is unloaded.
         self.on_change: Callable[[str, str | None], None] = lambda _name, _path: None
+
+    @property
+    def adapters(self) -> Collection[LoraAdapter]:
+        """All adapters, with their fingerprints."""
+        return self._adapters.values()
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -267,14 +272,8 @@ def adapters_at_start(config: ServeConfig) -> dict[str, str]:
 
 def check_adapters(config: ServeConfig) -> None:
     """Raise ConfigError for settings that cannot be combined with adapters."""
-    reasons = {
-        "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
-        "--listen-workers": config.listen_workers is not None,
-        "--placement": config.placement != "local",
-    }
-    for flag, is_set in reasons.items():
-        if is_set and config.has_adapters:
-            raise ConfigError(
-                f"LoRA adapters (--lora, --enable-lora) and {flag} cannot be combined yet; leave one of them out, or "
-                "merge the adapter into its model"
-            )
+    if config.pipeline_parallel_size > 1 and config.has_adapters:
+        raise ConfigError(
+            "LoRA adapters (--lora, --enable-lora) and --pipeline-parallel-size cannot be combined yet; leave one of "
+            "them out, or merge the adapter into its model"
+        )

@@ -7,6 +7,7 @@ tokens to text and fills the clients' queues. All of them run on the event loop'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -44,7 +45,7 @@ from servekit.engine.speculation import choose_drafter
 from servekit.engine.tokenizer import Tokenizer, load_tokenizer
 from servekit.engine.waiting_times import WaitingTimes
 from servekit.engine.worker_scaling import WorkerScaling
-from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerNotReady, shutting_down
+from servekit.errors import InvalidRequest, QueueFull, ServekitError, WorkerError, WorkerNotReady, shutting_down
 from servekit.executor.model_executor import load_model_message
 from servekit.joining.worker_placer import check_placement
 from servekit.joining.worker_pool import WorkerPool
@@ -54,7 +55,7 @@ from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics
 from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
-from servekit.protocol.lora import AdapterLoaded, LoadAdapter
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, most_critical
 from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
@@ -107,7 +108,9 @@ class LLMEngine(OneModel):
         self.profiling = Profiling(config, self.replicas.all[0].executor)
         self.adapters: AdapterRegistry | None = None
         if config.has_adapters:
-            self.adapters = AdapterRegistry(config, self._load_adapter)
+            self.adapters = registry = AdapterRegistry(config, self._load_adapter)
+            if self._worker_pool is not None:
+                self._worker_pool.adapters = lambda: registry.adapters
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
         self._predictions = LatencyPredictions(clock) if config.max_predicted_wait else None
@@ -575,10 +578,20 @@ class LLMEngine(OneModel):
         return len(commands)
 
     async def _load_adapter(self, request: LoadAdapter) -> AdapterLoaded:
-        """Let a worker check an adapter. The workers of other replicas read it when a step needs it."""
-        ready = [replica.executor for replica in self.replicas.all if replica.executor.is_ready]
-        answer = await (ready or [self.replicas.all[0].executor])[0].ask(request)
-        assert isinstance(answer, AdapterLoaded), "the connection checks the answer's type"
+        """Let a worker check an adapter, and each one that has joined, whose machine may not have the files.
+
+        The workers of other replicas read it when a step needs it.
+        """
+        ready = [replica for replica in self.replicas.all if replica.executor.is_ready]
+        first, *others = ready or [self.replicas.all[0]]
+        answers = [await first.executor.ask(request)]
+        for replica in others:
+            if replica.is_joined:
+                with contextlib.suppress(WorkerError):  # it is lost; the one that replaces it is checked when it joins
+                    answers.append(await replica.executor.ask(request))
+        answer = most_critical([answer for answer in answers if isinstance(answer, AdapterLoaded)])
+        if self._worker_pool is not None and not answer.refusal:
+            await self._worker_pool.check_adapter(replace(request.adapter, fingerprint=answer.fingerprint))
         return answer
 
     async def _generate_token(self) -> None:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.worker_connection import MAX_PENDING_MESSAGES, Answer, Question, WorkerConnection
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, most_critical
 from servekit.protocol.messages import (
     BlocksFetched,
     FromWorker,
@@ -173,8 +174,14 @@ class WorkerGroup:
         return answer
 
     async def ask(self, request: Question) -> Answer:
-        """Send a request to the rank that sends results, and return its answer: a profile is of that rank."""
-        return await self._ranks[self._result_rank].ask(request)
+        """Send a request to the rank that sends results, and return its answer: a profile is of that rank.
+
+        All ranks check an adapter, because each of them reads its files, perhaps on a machine of its own.
+        """
+        if not isinstance(request, LoadAdapter):
+            return await self._ranks[self._result_rank].ask(request)
+        answers = await asyncio.gather(*(worker.ask(request) for worker in self._ranks))
+        return most_critical([answer for answer in answers if isinstance(answer, AdapterLoaded)])
 
     def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
         """Ask the agent of each rank to fetch its parts of blocks. `on_fetched` gets those that all of them have."""

@@ -44,6 +44,7 @@ from servekit.protocol.handshake import (
     Role,
     WorkerHandshake,
 )
+from servekit.protocol.lora import LoadAdapter
 from servekit.protocol.messages import (
     FETCH_BLOCKS,
     BlocksFetched,
@@ -200,7 +201,7 @@ class _Service:
         self._worker: LocalWorker | None = None
         self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._exchange: BlockExchange | None = None  # of KV blocks, where prefill and decode are apart
-        self._is_used = False  # the server has sent a message after the first one
+        self._is_used = False  # the server has sent a message after the first one, besides questions about adapters
         self._failure: ConfigError | HandshakeFailed | None = None
 
     async def run(self) -> str:
@@ -309,8 +310,11 @@ class _Service:
         self._exchange.fetch(request)
 
     def _is_refused(self, message: ToWorker | Refused) -> bool:
-        """Whether the server refuses what the worker has loaded: with its second message, or not at all."""
-        self._is_used = True
+        """Whether the server refuses what the worker has loaded: before its first step, or not at all.
+
+        The server may ask for adapters before.
+        """
+        self._is_used = not isinstance(message, LoadAdapter)
         if isinstance(message, Refused):
             self._failure = HandshakeFailed(message.reason, message.message)
             self._finish(f"the server has refused this worker: {message.message}")

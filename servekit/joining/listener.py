@@ -19,7 +19,7 @@ import socket
 import ssl
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -31,6 +31,7 @@ from servekit.errors import ConfigError, ServekitError
 from servekit.executor.joined_worker import JoinedWorker
 from servekit.executor.worker_connection import WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
+from servekit.joining.adapter_check import adapter_refusal
 from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.gathered_ranks import GatheredRanks, JoinedRank, make_group, offer_of, size_mismatch, with_hosts
 from servekit.joining.socket_stream import SocketStream
@@ -43,6 +44,7 @@ from servekit.protocol.handshake import (
     Refused,
     ServerHandshake,
 )
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import LoadModel, WorkerReady
 
 log = logging.getLogger("servekit")
@@ -75,6 +77,9 @@ class JoinHandler(Protocol):
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
         """Return why no worker, or not this one, may join now. Return None if it may join."""
+
+    def adapters(self) -> Collection[LoraAdapter]:
+        """Return the LoRA adapters that a worker must have on its machine."""
 
     def join_refused(self, reason: JoinRefusal) -> None:
         """Count a connection that does not become a worker."""
@@ -296,11 +301,12 @@ class WorkerListener:
             message = await worker.receive(self._settings.load_timeout_s)
             if not isinstance(message, WorkerReady):
                 self._worker_refused("invalid", f"{name} answered {type(message).__name__} to its first message")
-            elif (why := _mismatch(message, self._handler.first)) is not None:
-                self._worker_refused("other_model", f"{name} was refused: {why}")
+            elif (refusal := await self._refusal_when_loaded(worker, message)) is not None:
+                reason, why = refusal
+                self._worker_refused(reason, f"{name} was refused: {why}")
                 # This goes to the agent, which does not pass it on to a worker process. So it is not one of the
                 # workers' messages.
-                worker.send_payload(worker.encode(Refused("other_model", why[:MAX_REFUSAL_LENGTH])))
+                worker.send_payload(worker.encode(Refused(reason, why[:MAX_REFUSAL_LENGTH])))
                 await worker.end(graceful=True)  # the agent closes the connection when it has read the reason
             else:
                 is_handed_over = True
@@ -313,6 +319,15 @@ class WorkerListener:
         finally:
             if not is_handed_over:
                 await worker.end()
+
+    async def _refusal_when_loaded(
+        self, worker: WorkerConnection | WorkerGroup, ready: WorkerReady
+    ) -> tuple[Reason, str] | None:
+        """Return why a worker that has loaded the model cannot serve; None if it can. Raises WorkerError."""
+        if (why := _mismatch(ready, self._handler.first)) is not None:
+            return "other_model", why
+        why = await adapter_refusal(worker, self._handler.adapters())
+        return None if why is None else ("other_adapters", why)
 
 
 def _mismatch(ready: WorkerReady, first: WorkerReady | None) -> str | None:

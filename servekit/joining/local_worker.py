@@ -15,6 +15,7 @@ from servekit.executor.worker_connection import Question, WorkerConnection
 from servekit.executor.worker_group import WorkerGroup
 from servekit.executor.worker_process import WorkerProcess
 from servekit.protocol.frames import FrameCodec
+from servekit.protocol.lora import LoadAdapter
 from servekit.protocol.messages import (
     HEARTBEAT_S,
     FromWorker,
@@ -117,7 +118,7 @@ class LocalGroup:
     def send(self, payload: bytes) -> None:
         message: ToWorker = msgspec.msgpack.decode(payload, type=ToWorker)
         match message:
-            case StartProfile() | StopProfile() | ListBlocks():
+            case StartProfile() | StopProfile() | ListBlocks() | LoadAdapter():
                 self._start(self._ask(message), "a question to the ranks")
             case Shutdown():
                 self._start(self._shut_down(), "end of the ranks")
@@ -147,7 +148,7 @@ class LocalGroup:
                 self._send_to_server(Heartbeat())
 
     async def _ask(self, request: Question) -> None:
-        """Pass on the answer of the rank that sends results: the others get no question."""
+        """Pass on the answer of the group, which knows which ranks get the question."""
         with contextlib.suppress(ServekitError):
             self._send_to_server(await self._group.ask(request))
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from msgspec.structs import replace
 
 from servekit.config import ServeConfig
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, WorkerError
 from servekit.executor.joined_worker import JoinedWorker
+from servekit.joining.adapter_check import adapter_refusal
 from servekit.joining.listener import JoinRefusal, WorkerListener
 from servekit.joining.settings import listener_settings
 from servekit.joining.worker_placer import WorkerPlacer
 from servekit.protocol.handshake import Offer, Reason
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import LoadModel, WorkerReady
 
 log = logging.getLogger("servekit")
@@ -35,6 +37,7 @@ class WorkerPool:
     def __init__(self, config: ServeConfig, count_refused: Callable[[JoinRefusal], None] = lambda _: None) -> None:
         """`count_refused` is called for each connection that does not become a worker."""
         self.is_draining = False  # no worker may join, unless one is needed
+        self.adapters: Callable[[], Collection[LoraAdapter]] = tuple  # of the server, now; set by the caller
         self.first: WorkerReady | None = None  # set by the caller if the server starts workers itself
         self._config = config
         self._count_refused = count_refused
@@ -120,6 +123,17 @@ class WorkerPool:
         self._idle.remove(worker)
         log.info("worker %s serves from now on; %d more are ready", worker.connection.name, len(self._idle))
         return worker
+
+    async def check_adapter(self, adapter: LoraAdapter) -> None:
+        """Shut down the workers that wait here and cannot serve an adapter. They join again, and then are refused."""
+        for worker in list(self._idle):
+            try:
+                why = await adapter_refusal(worker.connection, [adapter])
+            except WorkerError:  # its loss is reported by itself
+                continue
+            if why is not None and worker in self._idle:
+                log.error("worker %s is not used: %s", worker.connection.name, why)
+                self._shut_down(worker)
 
     # -- what the listener asks for -----------------------------------------------------------------------------------
 

@@ -44,12 +44,13 @@ _RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.
 # Values of the label `cause` of servekit_worker_restarts_total.
 RESTART_CAUSES = ("ended", "step_timeout", "silence", "garbage", "failed", "out_of_memory", "no_start", "left", "other")
 
-# Values of the label `reason` of servekit_worker_joins_refused_total. The first seven are sent to the worker.
+# Values of the label `reason` of servekit_worker_joins_refused_total. The first nine are sent to the worker.
 JOIN_REFUSALS = (
     "wrong_key",
     "other_version",
     "other_model",
     "other_size",
+    "other_adapters",
     "invalid",
     "loading",
     "draining",

@@ -40,7 +40,15 @@ MIN_KEY_BYTES = 32
 # wrong_key, other_version, other_model, other_size: the operator must act. The other reasons are temporary: the worker
 # tries again later.
 Reason = Literal[
-    "wrong_key", "other_version", "other_model", "other_size", "invalid", "loading", "draining", "too_many"
+    "wrong_key",
+    "other_version",
+    "other_model",
+    "other_size",
+    "other_adapters",
+    "invalid",
+    "loading",
+    "draining",
+    "too_many",
 ]
 PERMANENT: frozenset[Reason] = frozenset({"wrong_key", "other_version", "other_model", "other_size"})
 MAX_REFUSAL_LENGTH = 500  # of its message, in characters

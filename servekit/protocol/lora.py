@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 
@@ -13,7 +15,7 @@ class LoraAdapter(Struct, frozen=True, array_like=True, gc=False):
 
     number: int
     path: str  # a directory in PEFT's format
-    fingerprint: str = ""  # of the files when they were checked; other files are refused
+    fingerprint: str = ""  # of what the files held when they were checked, on any machine; other ones are refused
     name: str = ""  # its name in requests
 
 
@@ -29,6 +31,15 @@ class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
     refusal: str = ""
     fingerprint: str = ""
     rank: int = 0  # the highest rank of its matrices
+
+
+def most_critical(answers: Sequence[AdapterLoaded]) -> AdapterLoaded:
+    """Return what several processes, perhaps on several machines, say of one adapter together."""
+    if refused := next((answer for answer in answers if answer.refusal), None):
+        return refused
+    if len({answer.fingerprint for answer in answers}) > 1:
+        return AdapterLoaded("the files of the adapter are not the same on all machines; copy it again")
+    return answers[0]
 
 
 def salted(tenant: str, adapter: LoraAdapter | None) -> str:

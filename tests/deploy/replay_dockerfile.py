@@ -8,8 +8,8 @@ no registry, so a stand-in is made: Debian of the same release (debootstrap), an
 read-only root and one folder that can be written, as the Helm chart does it. It must serve, with the prebuilt kernels.
 
 It needs root, Linux, debootstrap, and packages from Debian and PyPI; `--bind` shows folders of this machine to RUN, for
-example those of pip's settings. It is not a test: compiling the
-kernels alone takes minutes, and it needs 3 GB of disk.
+example those of pip's settings. It is not a test: compiling the kernels alone takes minutes, and it needs 3 GB of disk.
+Each instruction that has succeeded is noted. With `--resume`, the next run goes on after it, in the same folder.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ def parse(text: str) -> dict[str, Stage]:
 class Replay:
     """Stages as folders in one folder of the disk."""
 
-    def __init__(self, folder: Path, binds: list[str]) -> None:
+    def __init__(self, folder: Path, binds: list[str], resumes: bool = False) -> None:
+        """With `resumes`, instructions that have succeeded in an earlier run are not executed again."""
         self.folder = folder
         self.binds = binds
+        self.resumes = resumes
         self.stages = parse(DOCKERFILE.read_text())
 
     def base_root(self) -> Path:
@@ -118,11 +120,19 @@ class Replay:
             stage.entrypoint, stage.command = before.entrypoint, before.command
         else:
             stage.environment = {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        shutil.rmtree(root, ignore_errors=True)
-        subprocess.run(["/bin/cp", "--archive", "--reflink=auto", str(source), str(root)], check=True)
-        for instruction, rest in stage.instructions:
+        record = self.folder / f"{name}.done"
+        done = record.read_text().splitlines() if self.resumes and record.exists() else []
+        if not done:
+            shutil.rmtree(root, ignore_errors=True)
+            subprocess.run(["/bin/cp", "--archive", "--reflink=auto", str(source), str(root)], check=True)
+        lines = [f"{instruction} {rest}" for instruction, rest in stage.instructions]
+        if done != lines[: len(done)]:
+            sys.exit(f"{name}: instructions that were executed have changed; leave out --resume")
+        for number, (instruction, rest) in enumerate(stage.instructions):
             began_s = time.monotonic()
-            self.replay(stage, root, instruction, rest)
+            if number >= len(done) or instruction not in ("COPY", "RUN"):  # the others only change the stage
+                self.replay(stage, root, instruction, rest)
+            record.write_text("\n".join(lines[: max(number + 1, len(done))]))
             if (took_s := time.monotonic() - began_s) > 1:
                 print(f"{name}: {instruction} {rest[:90]} … {took_s:.0f} s", flush=True)
         return stage, root
@@ -277,12 +287,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the stages are built")
     parser.add_argument("--target", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--bind", action="append", default=[], help="a folder of this machine that RUN may read")
+    parser.add_argument("--resume", action="store_true", help="go on after the last instruction that succeeded")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("only root can use chroot and mount")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
-    stage, root = Replay(arguments.folder.resolve(), arguments.bind).build(arguments.target)
+    stage, root = Replay(arguments.folder.resolve(), arguments.bind, arguments.resume).build(arguments.target)
     print(f"replayed in {time.monotonic() - began_s:.0f} s", flush=True)
     for sentence in check(arguments.target, stage, root):
         print(f"- {sentence}", flush=True)

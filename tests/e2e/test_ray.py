@@ -135,6 +135,46 @@ def test_ranks_on_two_nodes_answer_like_one_process_and_go_on_when_one_of_them_i
     assert answers == [whole, whole]
 
 
+def test_prefill_and_decode_on_two_nodes_answer_like_one_replica_also_when_one_of_them_is_killed(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    arguments = ["sim:step=20ms", "--placement", "ray", "--ray-address", nodes.address, "--data-parallel-size", "2"]
+    with serving(*arguments, "--prefill-replicas", "1", log=tmp_path / "log") as server:
+
+        def host_of_role() -> dict[str, str]:
+            replicas = server.client.get("/info").json()["replicas"]
+            ready = [each for each in replicas if each["state"] == "ready"]
+            return {each["role"]: re.sub(".*Ray node ", "", each["host"]) for each in ready}
+
+        def num_handed_over() -> int:
+            number: int = server.client.get("/info").json()["num_handed_over"]
+            return number
+
+        wait_until(lambda: ready_hosts(server).total() == 2, server)
+        hosts = host_of_role()
+        assert hosts.keys() == {"prefill", "decode"} and len(set(hosts.values())) == 2
+        assert answers(server, lambda: None) == expected()
+        assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 0
+        num_before = num_handed_over()
+        assert num_before > 0
+
+        added = nodes.add()
+        role, victim = next(each for each in hosts.items() if each[1] != nodes.head_id[:8])
+        assert answers(server, lambda: nodes.kill(victim)) == expected()
+        wait_until(lambda: ready_hosts(server).total() == 2 and victim not in ready_hosts(server), server)
+        assert host_of_role().keys() == {"prefill", "decode"}, f"another worker computes what the {role} worker did"
+        assert added[:8] in ready_hosts(server), "the emptiest node gets the worker"
+        for turn in range(4):  # a first transfer may wait for the pause after one that was lost
+            prompts = [f"{turn} {prompt}" for prompt in PROMPTS]
+            with ThreadPoolExecutor(len(prompts)) as threads:
+                found = threads.map(lambda prompt: server.generate(prompt, max_tokens=NUM_TOKENS), prompts)
+            params = SamplingParams(max_tokens=NUM_TOKENS)
+            assert [each["generated_text"] for each in found] == [
+                bytes(NaiveReference().output(prompt.encode(), params)).decode() for prompt in prompts
+            ]
+        assert num_handed_over() > num_before
+
+
 def test_without_a_cluster_the_server_ends_and_says_how_to_start_one(tmp_path: Path) -> None:
     server = ServerProcess("sim:step=1ms", "--placement", "ray", "--ray-address", "127.0.0.1:1", log=tmp_path / "log")
     assert server.process.wait(ENOUGH_S) == 2

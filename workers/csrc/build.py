@@ -222,25 +222,29 @@ def _compile(compiler: str, macros: tuple[str, ...], target: Path) -> Path:
     return compile_library(compiler, (*THIS_PROCESSOR, *macros), target)
 
 
-def compile_library(compiler: str, flags: Sequence[str], target: Path) -> Path:
+def compile_library(
+    compiler: str, flags: Sequence[str], target: Path, timeout_s: float | None = COMPILE_TIMEOUT_S
+) -> Path:
     """Compile all sources into `target` and return it; object files are left next to it.
 
     Raises OSError or SubprocessError.
     """
     objects = {source: str(target.with_name(f"{Path(source).stem}.o")) for source in SOURCES}
     _run_side_by_side(
-        [compiler, *flags, *FLAGS, "-c", str(FOLDER / source), "-o", path] for source, path in objects.items()
+        ([compiler, *flags, *FLAGS, "-c", str(FOLDER / source), "-o", path] for source, path in objects.items()),
+        timeout_s,
     )
-    _run_side_by_side([[compiler, *flags, "-shared", "-fopenmp", *objects.values(), "-o", str(target), "-lm"]])
+    linking = [compiler, *flags, "-shared", "-fopenmp", *objects.values(), "-o", str(target), "-lm"]
+    _run_side_by_side([linking], timeout_s)
     return target
 
 
-def _run_side_by_side(commands: Iterable[list[str]]) -> None:
+def _run_side_by_side(commands: Iterable[list[str]], timeout_s: float | None) -> None:
     """Run commands at the same time; if one fails, end the others, and raise its CalledProcessError.
 
     Not in threads of a pool, because a process that ends waits for those.
     """
-    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
+    ends_s = None if timeout_s is None else time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:
@@ -249,7 +253,8 @@ def _run_side_by_side(commands: Iterable[list[str]]) -> None:
             stack.callback(process.terminate)  # before that; does nothing if it has ended
             running.append(process)
         for process in running:
-            _, errors = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+            left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
+            _, errors = process.communicate(timeout=left_s)
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, process.args, stderr=errors)
 

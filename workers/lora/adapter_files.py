@@ -107,8 +107,21 @@ def read_adapter(
         raise ConfigError(f"{file} cannot be read: {error}; copy the adapter again") from None
 
 
-def fingerprint(path: Path) -> str:
-    """Identify the files of an adapter by their sizes and times. Raises ConfigError where they are missing."""
+def fingerprint(matrices: Mapping[str, LowRank]) -> str:
+    """Identify what was read of an adapter. It is the same on every machine that has the same adapter."""
+    digest = blake2b(digest_size=16)
+    for name, each in sorted(matrices.items()):
+        digest.update(f"{name} {tuple(each.a.shape)} {tuple(each.b.shape)}\n".encode())
+        for matrix in (each.a, each.b):
+            digest.update(matrix.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def file_state(path: Path) -> str:
+    """Return what changes when an adapter's files are written, which is their sizes and times here.
+
+    Raises ConfigError where they are missing.
+    """
     digest = blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):
         try:

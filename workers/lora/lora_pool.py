@@ -24,7 +24,7 @@ from servekit.errors import ConfigError
 from servekit.protocol.lora import LoraAdapter
 from workers.csrc.build import LANES, c_library
 from workers.device.transfer import to_device
-from workers.lora.adapter_files import LowRank, ModuleShape, fingerprint, read_adapter
+from workers.lora.adapter_files import LowRank, ModuleShape, file_state, fingerprint, read_adapter
 from workers.lora.lora_linear import CLoraLinear, LoraLinear, TorchLoraLinear, rank_in_c
 from workers.lora.lora_step import LoraStep, Places
 
@@ -113,8 +113,7 @@ class LoraPool:
         It gets a place if one is free; but not if there are other ranks, because only this one was asked, and all of
         them have the same adapters in the same places. Raises ConfigError for what cannot be served.
         """
-        found = fingerprint(Path(adapter.path))
-        matrices = self._read(adapter.path, found)
+        matrices, found = self._read(adapter.path)
         if self._free and self._other_ranks is None:
             self._write(replace(adapter, fingerprint=found), matrices)
         return found, max(len(each.a) for each in matrices.values())
@@ -145,7 +144,9 @@ class LoraPool:
         """Read an adapter. Raises ConfigError on every rank if one of them cannot read it."""
         error = None
         try:
-            matrices = self._read(adapter.path, adapter.fingerprint)
+            matrices, found = self._read(adapter.path)
+            if found != adapter.fingerprint:
+                raise ConfigError(_changed(adapter.path))
         except ConfigError as raised:
             error = raised
         if self._other_ranks is not None and self._other_ranks.total(int(error is not None)) and error is None:
@@ -158,13 +159,13 @@ class LoraPool:
         part = self._parts.get(name)
         return matrices if part is None else LowRank(matrices.a[:, part.inputs], matrices.b[part.outputs])
 
-    def _read(self, path: str, expected: str) -> dict[str, LowRank]:
-        """Read an adapter whose files have this fingerprint, also after they were read. Raises ConfigError."""
-        if fingerprint(Path(path)) == expected:
-            matrices = read_adapter(Path(path), self.modules, self.max_rank, self.dtype)
-            if fingerprint(Path(path)) == expected:
-                return matrices
-        raise ConfigError(f"the files of the adapter {path!r} have changed; load it again under another name")
+    def _read(self, path: str) -> tuple[dict[str, LowRank], str]:
+        """Read an adapter whose files nobody writes meanwhile, and its fingerprint. Raises ConfigError."""
+        before = file_state(Path(path))
+        matrices = read_adapter(Path(path), self.modules, self.max_rank, self.dtype)
+        if file_state(Path(path)) != before:
+            raise ConfigError(_changed(path))
+        return matrices, fingerprint(matrices)
 
     def _make_room(self, needed: set[LoraAdapter]) -> None:
         """Free a place. Raises ConfigError if all of them are needed."""
@@ -235,3 +236,7 @@ class LoraPool:
             yield
         finally:
             self.step = before
+
+
+def _changed(path: str) -> str:
+    return f"the files of the adapter {path!r} have changed; load it again under another name"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from servekit.joining.address import TcpAddress, UnixAddress
 from servekit.joining.listener import JoinRefusal, ListenerSettings, WorkerListener
 from servekit.joining.socket_stream import SocketStream
 from servekit.protocol.handshake import Offer, Reason, Refused, WorkerHandshake
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import FetchBlocks, FromWorker, LoadModel, ModelInfo, ToWorker, WorkerReady
 
 KEY = b"k" * 32
@@ -38,6 +39,7 @@ class RecordingHandler:
         self.model = model
         self.load = LOAD
         self.refuses: tuple[Reason, str] | None = None
+        self.needed: list[LoraAdapter] = []
         self.joined: asyncio.Queue[JoinedWorker] = asyncio.Queue()
         self.workers: list[JoinedWorker] = []  # all of them
         self.refusals: list[JoinRefusal] = []
@@ -51,6 +53,9 @@ class RecordingHandler:
 
     def refusal(self, offer: Offer) -> tuple[Reason, str] | None:
         return self.refuses
+
+    def adapters(self) -> Collection[LoraAdapter]:
+        return self.needed
 
     def join_refused(self, reason: JoinRefusal) -> None:
         self.refusals.append(reason)

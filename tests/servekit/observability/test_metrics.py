@@ -203,7 +203,7 @@ def test_refused_joins_are_counted_by_reason_and_each_reason_is_exported_before_
     metrics = make_metrics()
     metrics.joins.refused("wrong_key")
     values = samples(metrics)
-    assert [values["worker_joins_refused_total", reason] for reason in JOIN_REFUSALS] == [1.0] + [0.0] * 10
+    assert [values["worker_joins_refused_total", reason] for reason in JOIN_REFUSALS] == [1.0] + [0.0] * 11
 
 
 def test_workers_alive_and_restarts_follow_a_loss_a_failed_start_and_a_recovery() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from servekit.errors import ConfigError
-from workers.lora.adapter_files import CONFIG, WEIGHTS, ModuleShape, fingerprint, read_adapter
+from workers.lora.adapter_files import CONFIG, WEIGHTS, ModuleShape, file_state, fingerprint, read_adapter
 
 MODULE = "model.layers.0.self_attn.q_proj"
 MODULES = {MODULE: ModuleShape(32, 16)}
@@ -169,14 +170,26 @@ def test_hostile_files_are_refused_within_a_second(tmp_path: Path, damage: Any, 
     assert time.monotonic() - started < 1.0
 
 
-def test_files_that_were_replaced_have_another_fingerprint(tmp_path: Path) -> None:
-    before = fingerprint(write(tmp_path))
-    assert fingerprint(tmp_path) == before
+def test_files_that_are_written_anew_are_in_another_state(tmp_path: Path) -> None:
+    before = file_state(write(tmp_path))
+    assert file_state(tmp_path) == before
     write(tmp_path, r=3)
-    assert fingerprint(tmp_path) != before
+    assert file_state(tmp_path) != before
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match="holds no adapter: adapter_model"):
-        fingerprint(tmp_path)
+        file_state(tmp_path)
+
+
+def test_a_copy_on_another_machine_has_the_same_fingerprint_and_whatever_computes_otherwise_another(
+    tmp_path: Path,
+) -> None:
+    first = fingerprint(read(write(tmp_path)))
+    copied = shutil.copytree(tmp_path, tmp_path / "copy")
+    assert file_state(copied) != file_state(tmp_path) and fingerprint(read(copied)) == first
+    tensors = {f"{KEY}A.weight": A, f"{KEY}B.weight": B}
+    changed = {f"{KEY}A.weight": A, f"{KEY}B.weight": B.clone().index_fill_(0, torch.tensor([0]), 0.5)}
+    others = [write(tmp_path, changed), write(tmp_path / "scaled", tensors, lora_alpha=7)]
+    assert len({first, *(fingerprint(read(other)) for other in others)}) == 3
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
@@ -201,10 +214,10 @@ def test_a_path_that_the_system_does_not_take_is_refused() -> None:
         read(Path("/" + "a" * 300))
 
 
-def test_files_from_before_1970_have_a_fingerprint(tmp_path: Path) -> None:
-    new = fingerprint(write(tmp_path))
+def test_files_from_before_1970_have_a_state(tmp_path: Path) -> None:
+    new = file_state(write(tmp_path))
     os.utime(tmp_path / WEIGHTS, (-1, -1))
-    assert fingerprint(tmp_path) != new
+    assert file_state(tmp_path) != new
 
 
 def test_numbers_that_the_data_type_of_the_model_does_not_hold_are_refused(tmp_path: Path) -> None:

@@ -338,8 +338,8 @@ def test_files_that_change_while_they_are_read_are_refused(monkeypatch: pytest.M
     loaded, adapters = loaded_with("llama", 1)
     pool = loaded.lora
     assert pool is not None and adapters[2] is not None
-    prints = iter([adapters[2].fingerprint, "changed"] * 2)
-    monkeypatch.setattr("workers.lora.lora_pool.fingerprint", lambda path: next(prints))
+    states = iter(["before", "after"] * 2)
+    monkeypatch.setattr("workers.lora.lora_pool.file_state", lambda path: next(states))
     with pytest.raises(ConfigError, match="have changed"):
         pool.load(LoraAdapter(60, adapters[2].path))
     with pytest.raises(ConfigError, match="have changed"):
