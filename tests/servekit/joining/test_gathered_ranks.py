@@ -12,6 +12,7 @@ from servekit.errors import WorkerLost
 from servekit.executor.model_executor import ModelExecutor
 from servekit.joining.listener import WorkerListener
 from servekit.protocol.handshake import HandshakeFailed, Offer
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
 from servekit.protocol.messages import (
     BlocksFetched,
     FetchBlocks,
@@ -146,6 +147,30 @@ async def test_a_worker_with_one_agent_is_asked_to_fetch_from_ranks_on_several_m
         executor.adopt(await handler.next_worker())
         executor.fetch(1, addresses, (b"k" * 16,))
         assert await worker.receive() == FetchBlocks(1, addresses, (b"k" * 16,))
+        await executor.stop(graceful=False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ((AdapterLoaded("", "f" * 32, 8), AdapterLoaded("", "f" * 32, 8)), ""),
+        ((AdapterLoaded("", "f" * 32, 8), AdapterLoaded("there is none")), "there is none"),
+        ((AdapterLoaded("", "f" * 32, 8), AdapterLoaded("", "e" * 32, 8)), "are not the same on all machines"),
+    ],
+)
+async def test_each_rank_checks_an_adapter_on_its_machine(answers: tuple[AdapterLoaded, ...], expected: str) -> None:
+    handler, question = make_handler(), LoadAdapter(LoraAdapter(1, "/adapters/a"))
+    async with listening(handler) as listener:
+        ranks = [await join(listener, rank) for rank in range(2)]
+        executor = ModelExecutor(ServeConfig(), lambda: None)
+        await serve_group(handler, ranks, executor)
+        asking = asyncio.create_task(executor.ask(question))
+        for rank, answer in zip(ranks, answers, strict=True):
+            assert await rank.receive() == question
+            rank.send(answer)
+        found = await asking
+        assert isinstance(found, AdapterLoaded)
+        assert expected in found.refusal if expected else found == answers[0]
         await executor.stop(graceful=False)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import socket
 import ssl
 import stat
@@ -24,6 +25,7 @@ from servekit.joining.credentials import server_tls, worker_tls
 from servekit.joining.socket_stream import SocketStream
 from servekit.observability.metrics import JOIN_REFUSALS
 from servekit.protocol.handshake import HandshakeFailed, Refused
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
 from servekit.protocol.messages import Leaving, LoadModel, Shutdown, StepResult, WorkerFailed
 from tests.servekit.executor.conftest import PLAN
 from tests.servekit.joining.clients import (
@@ -268,6 +270,51 @@ async def test_a_worker_with_another_model_or_another_answer_does_not_join(
         await worker.stream.end()
         assert handler.joined.empty() and listener.num_refused == 1 and len(handler.refusals) == 1
     assert expected in caplog.text
+
+
+ADAPTERS = [LoraAdapter(number, f"/adapters/{name}", name * 16, name) for number, name in enumerate("ab")]
+
+
+async def test_a_worker_that_has_all_adapters_joins() -> None:
+    handler = RecordingHandler()
+    handler.needed = ADAPTERS
+    async with listening(handler) as listener:
+        worker = await StandInWorker.join(listener.address)
+        assert isinstance(await worker.receive(), LoadModel)
+        worker.send(READY)
+        for adapter in ADAPTERS:
+            assert handler.joined.empty()
+            assert await worker.receive() == LoadAdapter(adapter)
+            worker.send(AdapterLoaded("", adapter.fingerprint, 8))
+        executor = await executor_of(handler)
+        executor.send(PLAN)
+        assert await worker.receive() == PLAN
+        await executor.stop(graceful=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (AdapterLoaded("'/adapters/b' holds no adapter"), "cannot serve the adapter 'b' .* holds no adapter"),
+        (AdapterLoaded("", "another", 8), "adapter 'b', in /adapters/b, are not those of other workers"),
+    ],
+)
+async def test_a_worker_without_an_adapter_is_refused_and_told_which(answer: AdapterLoaded, expected: str) -> None:
+    handler = RecordingHandler()
+    handler.needed = ADAPTERS
+    async with listening(handler) as listener:
+        worker = await StandInWorker.join(listener.address)
+        await worker.receive()
+        worker.send(READY)
+        await worker.receive()
+        worker.send(AdapterLoaded("", ADAPTERS[0].fingerprint, 8))
+        await worker.receive()
+        worker.send(answer)
+        refused = await worker.receive()
+        assert isinstance(refused, Refused) and refused.reason == "other_adapters"
+        assert re.search(expected, refused.message)
+        await worker.stream.end()
+        assert handler.joined.empty() and handler.refusals == ["other_adapters"]
 
 
 async def test_strangers_do_not_hide_why_a_worker_is_refused(caplog: pytest.LogCaptureFixture) -> None:

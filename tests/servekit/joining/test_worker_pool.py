@@ -15,6 +15,7 @@ from servekit.config import ServeConfig
 from servekit.joining.address import UnixAddress
 from servekit.joining.worker_pool import WorkerPool
 from servekit.protocol.handshake import HandshakeFailed, Refused
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, LoraAdapter
 from servekit.protocol.messages import FromWorker, Leaving, LoadModel, Shutdown
 from tests.servekit.joining.clients import ENOUGH_S, KEY, LOAD, READY, StandInWorker, close_all, connect, shake_hands
 
@@ -67,6 +68,26 @@ async def test_workers_are_given_in_the_order_in_which_they_became_ready(tmp_pat
         assert second is not first
         for worker in (first, second):
             await worker.connection.end()
+
+
+async def test_a_worker_that_waits_and_lacks_a_new_adapter_is_shut_down_and_the_others_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = LoraAdapter(1, "/adapters/a", "f" * 32, "a")
+    async with pooling(tmp_path) as pool:
+        workers = [(await pool.join())[0] for _ in range(3)]
+        await pool.wait_for_idle(3)
+        checking = asyncio.create_task(pool.pool.check_adapter(adapter))
+        for worker, fingerprint in zip(workers, ("f" * 32, "another"), strict=False):
+            assert await worker.receive() == LoadAdapter(adapter)
+            worker.send(AdapterLoaded("", fingerprint, 8))
+        assert await workers[2].receive() == LoadAdapter(adapter)
+        await workers[2].stream.end()  # lost
+        await checking
+        assert await workers[1].receive() == Shutdown()
+        await pool.wait_for_idle(1)
+        assert (await pool.pool.next_worker()).connection.loss is None
+    assert caplog.text.count("is not used: its files of the adapter 'a'") == 1
 
 
 async def test_a_worker_that_is_lost_while_it_waits_is_not_given(tmp_path: Path) -> None:
