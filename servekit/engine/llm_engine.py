@@ -55,7 +55,7 @@ from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, Metrics, ModelMetrics
 from servekit.observability.observer import Observer
 from servekit.observability.step_history import StepHistory
-from servekit.protocol.lora import AdapterLoaded, LoadAdapter, most_critical
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, common_answer
 from servekit.protocol.messages import WorkerReady
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.protocol.speculative_config import SpeculativeConfig
@@ -589,7 +589,7 @@ class LLMEngine(OneModel):
             if replica.is_joined:
                 with contextlib.suppress(WorkerError):  # it is lost; the one that replaces it is checked when it joins
                     answers.append(await replica.executor.ask(request))
-        answer = most_critical([answer for answer in answers if isinstance(answer, AdapterLoaded)])
+        answer = common_answer([answer for answer in answers if isinstance(answer, AdapterLoaded)])
         if self._worker_pool is not None and not answer.refusal:
             await self._worker_pool.check_adapter(replace(request.adapter, fingerprint=answer.fingerprint))
         return answer

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.errors import ConfigError, ServekitError, WorkerLost, WorkerTimeout
 from servekit.executor.worker_connection import MAX_PENDING_MESSAGES, Answer, Question, WorkerConnection
-from servekit.protocol.lora import AdapterLoaded, LoadAdapter, most_critical
+from servekit.protocol.lora import AdapterLoaded, LoadAdapter, common_answer
 from servekit.protocol.messages import (
     BlocksFetched,
     FromWorker,
@@ -181,7 +181,7 @@ class WorkerGroup:
         if not isinstance(request, LoadAdapter):
             return await self._ranks[self._result_rank].ask(request)
         answers = await asyncio.gather(*(worker.ask(request) for worker in self._ranks))
-        return most_critical([answer for answer in answers if isinstance(answer, AdapterLoaded)])
+        return common_answer([answer for answer in answers if isinstance(answer, AdapterLoaded)])
 
     def fetch(self, number: int, addresses: Sequence[str], keys: tuple[bytes, ...]) -> None:
         """Ask the agent of each rank to fetch its parts of blocks. `on_fetched` gets those that all of them have."""

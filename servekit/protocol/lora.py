@@ -33,7 +33,7 @@ class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
     rank: int = 0  # the highest rank of its matrices
 
 
-def most_critical(answers: Sequence[AdapterLoaded]) -> AdapterLoaded:
+def common_answer(answers: Sequence[AdapterLoaded]) -> AdapterLoaded:
     """Return what several processes, perhaps on several machines, say of one adapter together."""
     if refused := next((answer for answer in answers if answer.refusal), None):
         return refused
