@@ -113,7 +113,7 @@ def fingerprint(matrices: Mapping[str, LowRank]) -> str:
     for name, each in sorted(matrices.items()):
         digest.update(f"{name} {tuple(each.a.shape)} {tuple(each.b.shape)}\n".encode())
         for matrix in (each.a, each.b):
-            digest.update(matrix.contiguous().view(torch.uint8).numpy())
+            digest.update(matrix.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

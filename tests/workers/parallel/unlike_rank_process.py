@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -26,9 +27,9 @@ def run_unlike_rank(rank: int, folder: str, directory: str, missing: str) -> Non
     """Load a model as one of two ranks, and write what was computed. The second one's machine lacks `missing`."""
     torch.set_num_threads(1)
     if rank == 1 and missing == "compiler":
-        layer_replacement.c_library = lambda _: None
+        patch.object(layer_replacement, "c_library", lambda _: None).start()
     elif rank == 1 and missing == "data type":
-        layer_replacement.can_pack = lambda _: False
+        patch.object(layer_replacement, "can_pack", lambda _: False).start()
     ranks = Ranks(rank, 2, 1, f"{folder}/rendezvous", torch.device("cpu"), RANK_TIMEOUT_S)
     loaded = ModelManager("cpu").load(Path(directory), "float32", None, ranks=ranks)
     computed = Computed(type(loaded.decoder).__name__, loaded.sample.logits.tolist())
