@@ -50,8 +50,9 @@ def test_adapters_are_served_by_workers_whose_machines_have_the_files_and_by_no_
         assert_answers(served, "a", "b")
         metrics = service.server.client.get("/metrics").text
         for replica in "01":
-            reads = [line for line in metrics.splitlines() if "lora_reads_total{" in line and f'"{replica}"' in line]
-            assert reads and float(reads[0].rpartition(" ")[2]) > 0, metrics
+            name = f'servekit_prefix_cache_queries_total{{model_name="demo",replica="{replica}"}}'
+            (computed,) = (float(line.removeprefix(name)) for line in metrics.splitlines() if line.startswith(name))
+            assert computed > 0, "each worker has computed prompts"
 
         (tmp_path / "b").rename(tmp_path / "away")  # as on a machine that does not have it
         service.workers[1].send_signal(signal.SIGTERM)
