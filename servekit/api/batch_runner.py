@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -285,8 +286,21 @@ class BatchRunner:
 
     async def _open(self, batch: BatchRecord, answered: set[int]) -> LineReader:
         """Open a batch's file. Raises FileNotFoundError if it was removed from the folder, else StorageFailed."""
+        path, opened, is_cancelled = self._store.path_of(batch.input_file_id), list[LineReader](), threading.Event()
+
+        def open_reader() -> LineReader:
+            opened.append(LineReader(path, answered))
+            if is_cancelled.is_set():  # nothing will use it
+                opened[0].close()
+            return opened[0]
+
         try:
-            return await asyncio.to_thread(LineReader, self._store.path_of(batch.input_file_id), answered)
+            return await asyncio.to_thread(open_reader)
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            for reader in opened:
+                reader.close()
+            raise
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -122,6 +122,9 @@ class LineReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def read(self) -> list[tuple[int, RequestLine]]:

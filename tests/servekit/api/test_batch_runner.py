@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from servekit.api import batch_runner
 from servekit.api.auth.keys import Key, Keyring
 from servekit.api.batch_runner import BatchRunner
 from servekit.api.batch_storage import BatchStorage
+from servekit.batches.lines import LineReader
 from servekit.batches.records import BatchRecord, FileRecord
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
@@ -443,6 +445,31 @@ async def test_answers_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch:
         made.start()
         assert (await made.ended(batch_id)).num_completed == 5
         assert len(made.app.asked) == 5, "nothing is computed twice"
+
+
+async def test_a_file_that_is_being_opened_when_its_batch_is_stopped_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_opening, may_open, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowReader(LineReader):
+        def __init__(self, *arguments: Any) -> None:
+            is_opening.set()
+            assert may_open.wait(TIMEOUT_S)
+            super().__init__(*arguments)
+
+        def close(self) -> None:
+            super().close()
+            is_closed.set()
+
+    monkeypatch.setattr(batch_runner, "LineReader", SlowReader)
+    async with service(tmp_path) as made:
+        made.create(1)
+        made.start()
+        await made.wait(is_opening.is_set)
+        await made.runner.stop()
+        may_open.set()
+        await made.wait(is_closed.is_set)
 
 
 async def test_batches_of_a_tenant_without_room_stop(tmp_path: Path) -> None:
