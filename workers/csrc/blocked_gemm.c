@@ -95,21 +95,22 @@ static inline __attribute__((always_inline)) void multiply_tile(tile_sums *sums,
         TILE_OF(4, is_compact, lines_ahead) TILE_OF(5, is_compact, lines_ahead) TILE_OF(6, is_compact, lines_ahead) \
     }
 
-enum { PLAIN_LINES = 4, COMPACT_LINES = 3 }; /* of a panel, for each pair of inputs */
-
+/* A panel has four lines for each pair of inputs, and a compact one three. */
 static void tile_of_rows(tile_sums *sums, int64_t num_rows, int is_compact, int64_t lines_ahead, const scalar *x,
                          const uint8_t *weights, const uint8_t *next, int64_t num_inputs) {
 #ifdef HAS_COMPACT_PANELS
     if (is_compact) {
-        if (lines_ahead == 1) TILES(1, 1)
-        else if (lines_ahead) TILES(1, COMPACT_LINES)
-        else TILES(1, 0)
+        if (lines_ahead == 0) TILES(1, 0)
+        else if (lines_ahead == 1) TILES(1, 1)
+        else if (lines_ahead == 2) TILES(1, 2)
+        else TILES(1, 3)
         return;
     }
 #endif
-    if (lines_ahead == 1) TILES(0, 1)
-    else if (lines_ahead) TILES(0, PLAIN_LINES)
-    else TILES(0, 0)
+    if (lines_ahead == 0) TILES(0, 0)
+    else if (lines_ahead == 1) TILES(0, 1)
+    else if (lines_ahead == 2) TILES(0, 2)
+    else TILES(0, 4)
 }
 
 /* output = sums [num_rows, PANEL] + bias + residual, for the outputs from `first` on. */
@@ -141,18 +142,18 @@ static void multiply_panel(const prepared_weight *weight, int is_compact, int64_
     const int64_t num_inputs = weight->num_inputs, num_outputs = weight->num_outputs;
     const int64_t panel_bytes = weight->strip_bytes * (PANEL / STRIP);
     const uint8_t *weights = weight->data + index * panel_bytes;
-    /* A tile of one line ahead prefetches a part of a panel, and the first tile of more lines all of it. */
-    const int64_t lines_ahead = num_rows >= 4 * TILE_ROWS ? 1 : is_compact ? COMPACT_LINES : PLAIN_LINES;
-    int64_t lines_left = next ? panel_bytes / 64 : 0;
+    /* Lines for each pair of inputs that are not prefetched yet. The first tiles prefetch them in equal parts, because
+       memory delivers them no faster. */
+    int64_t lines_left = !next ? 0 : is_compact ? 3 : 4;
     /* Tiles of nearly equal size: one of few rows takes longer than its share, because its sums wait for each other. */
     int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t row = 0; num_tiles; num_tiles--) {
         tile_sums sums[TILE_ROWS];
         const int64_t rows = (num_rows - row + num_tiles - 1) / num_tiles;
-        const int64_t lines = lines_left > num_inputs / 4 ? lines_ahead : 0;
+        const int64_t lines = (lines_left + num_tiles - 1) / num_tiles;
         tile_of_rows(sums, rows, is_compact, lines, x + row * num_inputs, weights, next, num_inputs);
         if (lines) next += lines * num_inputs / 2 * 64;
-        lines_left -= lines * num_inputs / 2;
+        lines_left -= lines;
         const int64_t offset = row * num_outputs;
         finish_tile(weight, sums, index * PANEL, residual ? residual + offset : NULL, output + offset, rows);
         row += rows;
