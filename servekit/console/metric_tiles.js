@@ -4,6 +4,11 @@ import { createElement, setText } from "./dom.js";
 import { formatCompact, formatCount, formatPercent, formatSeconds } from "./format.js";
 
 const MAX_ADAPTERS = 3;
+const OF_ALL_KINDS = ["waiting", "workers"]; // tiles of models that generate no text, too
+
+export function generatesText({ kind = "generate" }) {
+	return kind === "generate";
+}
 
 // The LoRA adapters with most requests, as "name requests".
 function describeAdapters(adapters) {
@@ -51,13 +56,15 @@ export class MetricTiles {
 		this.tiles = Object.entries(TILES).map(([label, read]) => {
 			const value = createElement("b");
 			const reference = createElement("small");
-			this.node.append(createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference)));
-			return { read, value, reference };
+			const node = createElement("div", {}, createElement("dt", {}, label), createElement("dd", {}, value, reference));
+			this.node.append(node);
+			return { label, node, read, value, reference };
 		});
 	}
 
 	show(frame) {
 		for (const tile of this.tiles) {
+			tile.node.hidden = !generatesText(frame) && !OF_ALL_KINDS.includes(tile.label);
 			const [value, reference] = tile.read(frame);
 			setText(tile.value, value);
 			setText(tile.reference, reference);

@@ -3,7 +3,7 @@
 import { createElement, runGuarded, setText } from "./dom.js";
 import { formatSeconds } from "./format.js";
 import { KvBlockGrid } from "./kv_block_grid.js";
-import { MetricTiles } from "./metric_tiles.js";
+import { generatesText, MetricTiles } from "./metric_tiles.js";
 import { SequenceDetails } from "./sequence_details.js";
 import { SequenceHistory } from "./sequence_history.js";
 import { SequenceList } from "./sequence_list.js";
@@ -39,15 +39,15 @@ export class SchedulerView {
 			});
 		}
 		const nodeOf = (name) => this.parts[name]?.node ?? "";
-		const charts = createElement("div", { className: "charts" }, nodeOf("steps"), nodeOf("blocks"));
+		this.charts = createElement("div", { className: "charts" }, nodeOf("steps"), nodeOf("blocks"));
 		// The list of sequences is last, because its height changes: in one column nothing below it would stay in its place.
-		root.append(this.status, this.frameAge, nodeOf("tiles"), charts, nodeOf("sequences"), nodeOf("details"));
+		root.append(this.status, this.frameAge, nodeOf("tiles"), this.charts, nodeOf("sequences"), nodeOf("details"));
 		matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
 	}
 
 	showFrame(frame) {
-		// The clock of a server that was started again begins anew, and so do its sequence ids.
-		if (frame.now_s < this.frame?.now_s) {
+		// The clock of a server that was started again begins anew, and so do its sequence ids. Another model has its own.
+		if (frame.now_s < this.frame?.now_s || (this.frame && frame.model_name !== this.frame.model_name)) {
 			this.history = new SequenceHistory();
 			this.stepHistory = new StepHistory();
 			this.selectedId = null;
@@ -99,6 +99,9 @@ export class SchedulerView {
 		this.#animationFrame = 0;
 		this.#drawStatus();
 		if (!this.frame) return;
+		// Models that embed, rerank or classify have neither steps nor sequences nor KV blocks.
+		this.charts.hidden = !generatesText(this.frame);
+		if (this.parts.sequences) this.parts.sequences.node.hidden = !generatesText(this.frame);
 		for (const [name, part] of Object.entries(this.parts)) runGuarded(name, () => part.show(this.frame));
 	}
 
@@ -113,7 +116,8 @@ export class SchedulerView {
 	}
 }
 
-function describeState({ state, stage, num_running: numRunning, num_waiting: numWaiting }) {
+function describeState({ state, stage, kind, num_running: numRunning, num_waiting: numWaiting }) {
 	if (state !== "ready") return `The server is ${state}: ${stage}`;
+	if (!generatesText({ kind })) return numWaiting ? "Inputs wait." : "No input waits.";
 	return numRunning || numWaiting ? "Requests are running." : "Idle. Send a request to see it here.";
 }

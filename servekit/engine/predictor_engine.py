@@ -196,7 +196,12 @@ class PredictorEngine(OneModel):
         if ready is not None:
             worker = LiveWorker(self.stage, ready.device, ready.dtype)
         name, now_s = self.config.model_name, self.now()
-        return LiveView(LiveState(now_s, self.state, self.stage, name, __version__, [worker], kind=self.kind))
+        num_waiting = self.batcher.num_waiting
+        return LiveView(
+            LiveState(
+                now_s, self.state, self.stage, name, __version__, [worker], kind=self.kind, num_waiting=num_waiting
+            )
+        )
 
     async def describe(self) -> dict[str, Any]:
         """What /info says of the running engine. Raises WorkerNotReady until the model is loaded."""

@@ -628,6 +628,10 @@ def test_model_that_is_chosen_is_shown_and_gets_the_requests(page: Page, tmp_pat
         assert choice.input_value() == "two"
         line = 'servekit_http_requests_total{handler="/v1/completions",method="POST",model_name="two",status="200"} 1.0'
         assert line in server.client.get("/metrics").text
+        steps = page.locator(".charts")
+        steps.filter(has_text=re.compile(r"Step \d")).wait_for()
+        choice.select_option("one")
+        steps.filter(has_text="No step yet.").wait_for()  # those of the other model are not shown as its own
         page.goto("about:blank")  # or it would complain about the end of the server
 
 

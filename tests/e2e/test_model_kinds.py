@@ -148,6 +148,7 @@ def test_console_compares_two_texts_and_classifies_a_picture(server: ServerProce
         page.goto(server.url)
         page.locator("#model-choice").wait_for()
         choice, rows = page.locator("#model-choice"), page.locator("#predictions tr")
+        tiles = page.locator(".tiles dt").locator("visible=true")
         assert "embedder (embed)" in choice.locator("option").nth(3).inner_text()
 
         def send() -> list[str]:
@@ -163,6 +164,10 @@ def test_console_compares_two_texts_and_classifies_a_picture(server: ServerProce
         similarity = torch.nn.functional.cosine_similarity(*torch.tensor(vectors), dim=0).item()
         assert float(shown["cosine similarity"]) == pytest.approx(similarity, abs=1e-4)
         assert not page.locator("#playground-form").is_visible()
+        assert (
+            tiles.all_inner_texts() == ["waiting", "workers"]
+            and not page.locator(".charts, .sequences").locator("visible=true").count()
+        )
         choice.select_option("images")
         page.locator("#picture-field").wait_for()  # the form is that of the chosen model
         page.locator("#picture-field input").set_input_files(tmp_path / "a.png")
@@ -175,6 +180,8 @@ def test_console_compares_two_texts_and_classifies_a_picture(server: ServerProce
         assert page.locator("#picture img").is_visible()
         choice.select_option("chat")
         page.locator("#playground-form").wait_for()
+        page.locator(".charts").wait_for()
+        assert "preemptions" in tiles.all_inner_texts()
 
 
 def test_lost_worker_of_a_predictor_is_replaced_and_what_it_had_is_computed_again(tmp_path: Path, folder: Path) -> None:
