@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -22,12 +22,15 @@ NUM_ROWS = [1, 2, 5, 6, 7, 8, 12, 13, 17, 24, 25, 32, 33, 100, 193, 400]
 
 
 @pytest.fixture
-def library() -> ctypes.CDLL:
-    """Return C kernels that read compact weights."""
+def library() -> Iterator[ctypes.CDLL]:
+    """C kernels that read compact weights, with one thread: with many, these weights have too few outputs for all."""
     found = c_library("bfloat16") if can_pack(torch.bfloat16) else None
     if found is None or SkinnyGemm(found)._blocked_width == 0 or not hasattr(found, "compact_gemm"):
         pytest.skip("this processor has AMX, or no instructions for bfloat16, or there is no compiler")
-    return found
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield found
+    torch.set_num_threads(num_threads)
 
 
 def normal(num_outputs: int, num_inputs: int) -> Tensor:

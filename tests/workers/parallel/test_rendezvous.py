@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,10 @@ def test_a_program_that_listens_in_the_place_of_the_store_and_does_not_answer_is
         where = f"tcp://127.0.0.1:{silent.getsockname()[1]}/{NAME}"
         with pytest.raises(WorkerLost, match=r"rank 1 .* something listens there, and does not answer"):
             TcpRendezvous(where).open_store(1, 0.5)
+    for thread in threading.enumerate():
+        if thread.name == "connects to the store":  # it would end this process if Python ended before it
+            thread.join(60.0)
+            assert not thread.is_alive()
 
 
 def test_ranks_that_cannot_be_connected_say_where_and_whether_another_try_may_help(
@@ -98,11 +103,17 @@ def test_ranks_that_cannot_be_connected_say_where_and_whether_another_try_may_he
         Ranks(1, 2, 1, f"tcp://127.0.0.1:29500/{NAME}", torch.device("cpu"))
 
 
-def test_tensors_go_through_the_interface_of_the_given_address() -> None:
+def test_tensors_go_through_the_interface_of_the_given_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TcpRendezvous(f"tcp://127.0.0.1:1/{NAME}").interface() == "lo"
     assert TcpRendezvous(f"tcp://localhost:1/{NAME}").interface() == "lo"
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         assert TcpRendezvous(f"tcp://[::1]:1/{NAME}").interface() == "lo"
+
+    def fail(*_: object, **__: object) -> None:
+        """As where no server of names answers for names that are not there."""
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(ConfigError, match=r"there is no way to --master-addr nowhere\.invalid from here"):
         TcpRendezvous(f"tcp://nowhere.invalid:1/{NAME}").interface()
 
