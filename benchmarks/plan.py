@@ -1,10 +1,10 @@
 """Compare what a plan expects of a service with what a real engine does: throughput, ITL and TTFT at four loads.
 
 The engine serves a Llama of 84 million random weights. The step times are fitted to another workload: chat messages
-that come at once, and some that come to an idle engine. It is played before and after each load, because a machine is
-not equally fast for minutes: the times of a load are those that fit all calibrations, times the ratio by which the two
-around it were slower. Requests of a plan (random arrivals, log-normal lengths) are played with the real model, and in
-virtual time, with the same scheduler. The loads are parts of the rate that the plan expects the engine to serve at
+that come at once, and some at random times and a low load. It is played before and after each load, because a machine
+is not equally fast for minutes: the times of a load are those that fit all calibrations, times the ratio by which the
+two around it were slower. Requests of a plan (random arrivals, log-normal lengths) are played with the real model, and
+in virtual time, with the same scheduler. The loads are parts of the rate that the plan expects the engine to serve at
 most. `steps` says how much longer the steps of a run took than the plan's step times say: this part of the error comes
 from step times, and the rest from the simulation.
 
@@ -42,10 +42,9 @@ MODEL_FOLDER = Path("build/small-llama")
 MODE = MODES["chunked"]
 SETTINGS = LabSettings(num_slots=8, num_kv_tokens=8192, max_model_len=512, chunk_tokens=128, has_prefix_cache=False)
 DEMAND = Demand(prompt_tokens=100, output_tokens=60, max_length=500, num_requests=100)
-CALIBRATION_SEED = 1000
-NUM_CALIBRATING = 32  # messages that come at once, each time
-NUM_ALONE = 8  # of these, again, when the engine is idle
-ALONE_FROM_S, PAUSE_S = 10.0, 0.5  # when they come; the others must have ended by then
+CALIBRATION_SEED, SPARSE_SEED = 1000, 500  # the second one is added to the first
+NUM_AT_ONCE = 32  # messages of a calibration that come at once
+NUM_SPARSE, SPARSE_FROM_S, SPARSE_RATE = 20, 8.0, 2.0  # and those at a low load: from when on, and how many per second
 AIMS = {"tokens_per_s": 0.03, "itl_p50_s": 0.05, "ttft_p50_s": 0.10}
 MAX_TOKEN_ID = 240  # prompts are made of tokens that every vocabulary has
 
@@ -55,16 +54,28 @@ def play(workload: Workload, settings: LabSettings, model: str) -> Timeline:
 
 
 def calibrate(model: str, seed: int) -> tuple[list[MeasuredStep], list[float]]:
-    """Measure steps, and how long requests take to come to an idle scheduler."""
-    requests = make_workload("chat", NUM_CALIBRATING, seed, float("inf")).requests
-    sparse = tuple(
-        LabRequest(ALONE_FROM_S + PAUSE_S * number, each.prompt, min(20, each.num_output_tokens))
-        for number, each in enumerate(requests[:NUM_ALONE])
-    )
-    timeline = play(Workload("calibration", (*requests, *sparse)), SETTINGS, model)
+    """Measure steps of full batches and of small ones, and how long requests take to come to an idle scheduler.
+
+    Small batches come as they do in a service: at random times, with answers of full length. Short answers with a pause
+    before each one would not do. Most of their steps are among the first after a pause, and these are slower.
+    """
+    at_once = make_workload("chat", NUM_AT_ONCE, seed, float("inf")).requests
+    sparse = make_workload("chat", NUM_SPARSE, seed + SPARSE_SEED, SPARSE_RATE).requests
+    later = tuple(LabRequest(SPARSE_FROM_S + each.arrival_s, each.prompt, each.num_output_tokens) for each in sparse)
+    timeline = play(Workload("calibration", (*at_once, *later)), SETTINGS, model)
     steps = [MeasuredStep.of(step.plan, step.done_s - step.began_s) for step in timeline.steps]
-    alone = sorted(timeline.requests.values(), key=lambda each: each.arrival_s)[-NUM_ALONE:]
-    return steps, [each.admitted_s - each.arrival_s for each in alone if each.admitted_s is not None]
+    return steps, admissions_when_idle_s(timeline)
+
+
+def admissions_when_idle_s(timeline: Timeline) -> list[float]:
+    """How long those requests took to come to the scheduler that came when all before them had ended."""
+    first, *others = sorted(timeline.requests.values(), key=lambda each: each.arrival_s)
+    admissions_s, ended_s = [], first.ended_s
+    for each in others:
+        if each.arrival_s > ended_s and each.admitted_s is not None:
+            admissions_s.append(each.admitted_s - each.arrival_s)
+        ended_s = max(ended_s, each.ended_s)
+    return admissions_s
 
 
 def slower(timeline: Timeline, model: SimulatedModel) -> float:
@@ -134,7 +145,7 @@ def main() -> None:
         admissions_s += more_s
     fit = fit_step_times([step for steps in calibrations for step in steps])
     models = [scaled_to([*before, *after], fit.model) for before, after in pairwise(calibrations)]
-    settings = replace(SETTINGS, admission_s=median(admissions_s))
+    settings = replace(SETTINGS, admission_s=median(admissions_s or [0.0]))
     tell(f"step times in the end: {as_spec(fit.model)}; median error of one step: {fit.median_relative_error:.1%}")
     tell(f"a request comes to an idle scheduler after {1e3 * settings.admission_s:.2f} ms\n")
     tell("| load | requests | steps | tokens/s | planned | off | ITL p50 | planned | off | TTFT p50 | planned | off |")
