@@ -3,9 +3,11 @@
     t = step + prefill_token * (prompt tokens) + prefill_pair * (pairs of a prompt token and one that it attends to)
              + decode_token * (decodes) + kv_token * (tokens whose keys and values the decodes read)
              + resume, if the worker was idle before
+             + beyond_16 * (tokens of the step beyond the first 16), and the same for 64 and 256
 
-This is linear in the work, as in a roofline model (Williams, Waterman, Patterson, 2009). The six times have the least
-weighted squares of the errors relative to a step's time, and none is negative. Old steps count less and less. A step
+This is linear in the work. The last three terms let a token of a large step cost more than one of a small step
+(`step_size.py`). The times have the least weighted squares of the errors relative to a step's time, and none is
+negative. Old steps count less and less. A step
 that took much longer than expected counts little (Huber, "Robust Estimation of a Location Parameter", 1964), because it
 says more about the machine than about its work. What such steps add on average is in `slowdown`.
 
@@ -23,14 +25,18 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from servekit.latency.step_size import BENDS, tokens_beyond_bends
 from servekit.protocol.messages import StepPlan
 
-TERMS = ("step", "prefill_token", "prefill_pair", "decode_token", "kv_token", "resume")
+TERMS = (
+    *("step", "prefill_token", "prefill_pair", "decode_token", "kv_token", "resume"),
+    *(f"beyond_{bend}" for bend in BENDS),
+)
 IDLE_S = 5e-3  # a shorter pause between two steps does not show
 
 
 class StepWork(Struct, frozen=True, gc=False):
-    """What a step computes. Its fields belong to TERMS, but for the first one, which each step has once."""
+    """What a step computes, in the order of TERMS. Each step has the first of them once."""
 
     num_prefill_tokens: int
     num_prefill_pairs: float  # pairs of a prompt token and a token that it attends to
@@ -62,6 +68,7 @@ class StepWork(Struct, frozen=True, gc=False):
             self.num_decode_tokens,
             self.num_kv_tokens,
             self.num_resumes,
+            *tokens_beyond_bends(self.num_prefill_tokens + self.num_decode_tokens),
         )
 
 
@@ -86,7 +93,7 @@ class LatencyModel:
         self.coefficients_s = (0.0,) * len(TERMS)
         self.num_steps = 0
         self.relative_error = 0.0  # mean of recent steps, absolute: their time to what was expected of the next step
-        self.slowdown = 1.0  # mean ratio of recent steps: their time to what the six times say
+        self.slowdown = 1.0  # mean ratio of recent steps: their time to what the times of TERMS say
         self._fit_error = 0.0  # like relative_error, without the drift
         self._level = 0.0  # mean error of the last steps: the logarithm of their time to what times and slowdown say
         self._last_error = 0.0  # of the newest step
@@ -116,7 +123,7 @@ class LatencyModel:
         self._add(amounts, expected_s, seconds, min(1.0, limit / error) if error else 1.0)
         self._fit_error += share * (error - self._fit_error)
         self.num_steps += 1
-        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, the six times themselves are wrong
+        if self.num_steps > self.STEPS_PER_SOLUTION:  # before that, the times of TERMS themselves are wrong
             share = max(1.0 - self.SLOWDOWN_DECAY, 1.0 / (1.0 + self.num_steps - self.STEPS_PER_SOLUTION))
             self.slowdown += share * (ratio - self.slowdown)
         if self.num_steps < self.STEPS_PER_SOLUTION or self.num_steps % self.STEPS_PER_SOLUTION == 0:
@@ -172,12 +179,12 @@ class LatencyModel:
         # Errors are relative to the expected time: the result of two steps may come at once, so that one of them seems
         # to have taken no time.
         weight = self._weight * huber_weight / max(expected_s, seconds / self.MAX_RATIO) ** 2
-        for row, amount, products in zip(range(len(TERMS)), amounts, self._products, strict=True):
-            if amount:
-                weighted = weight * amount
-                self._wanted[row] += weighted * seconds
-                for column, other in enumerate(amounts):
-                    products[column] += weighted * other
+        others = [(index, amount) for index, amount in enumerate(amounts) if amount]
+        for row, amount in others:
+            weighted, products = weight * amount, self._products[row]
+            self._wanted[row] += weighted * seconds
+            for column, other in others:
+                products[column] += weighted * other
         self._weight /= self.DECAY
         if self._weight > 100.0:
             scale, self._weight = 1.0 / self._weight, 1.0

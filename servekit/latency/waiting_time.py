@@ -65,7 +65,8 @@ class WaitingTime:
         decode_s = self._model.seconds_of(StepWork(0, 0.0, num_slots, num_kv_tokens))
         nothing_s = self._model.seconds_of(StepWork(0, 0.0, 0, 0))
         # Prompts are computed together with decodes, so they only make existing steps longer.
-        prompt_s = self._model.seconds_of(StepWork(int(num_missing), 0.5 * num_missing**2, 0, 0)) - nothing_s
+        with_prompt = StepWork(int(num_missing), 0.5 * num_missing**2, num_slots, num_kv_tokens)
+        prompt_s = self._model.seconds_of(with_prompt) - decode_s
         of_slots_s = max(0, num_before) * (length * decode_s / num_slots + prompt_s)
         num_steps = manager.num_prefill_tokens / config.max_num_batched_tokens
         rest_s = prompt_s * manager.num_prefill_tokens / max(1.0, num_missing) + num_steps * nothing_s

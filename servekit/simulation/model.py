@@ -7,11 +7,13 @@ and its control plane measured, without weights and without an accelerator.
 from __future__ import annotations
 
 import re
+from operator import mul
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from servekit.errors import ConfigError
+from servekit.latency.step_size import tokens_beyond_bends
 from servekit.protocol.messages import StepPlan
 
 PREFIX = "sim:"
@@ -34,13 +36,16 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0  # for each chunk
     context_s: float = 0.0  # for each token before a chunk, whose KV must be read
     attention_s: float = 0.0  # for each token of a chunk and each token that it attends to, in chunks of several tokens
+    beyond16_s: float = 0.0  # for each token of a step beyond the first 16
+    beyond64_s: float = 0.0
+    beyond256_s: float = 0.0
     draft_s: float = 0.0  # for each draft that is verified
     drafting_s: float = 0.0  # for each round of the drafter, which makes one more draft for each sequence
     load_s: float = 0.0  # until the worker is ready
     acceptance: float = 0.7  # of a draft after accepted ones, with speculative decoding
 
     def duration_s(self, plan: StepPlan) -> float:
-        """A step's duration: linear in its work, as in a roofline model (Williams, Waterman, Patterson, 2009)."""
+        """A step's duration: linear in its work and in its tokens beyond some numbers (`step_size.py`)."""
         num_chunks = len(plan.chunks)
         duration_s = self.step_s + self.decode_s * num_chunks
         if self.context_s:
@@ -50,6 +55,9 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         if self.prefill_s or self.draft_s:
             num_drafts = sum(chunk.num_drafts for chunk in plan.chunks)
             duration_s += self.prefill_s * (plan.num_tokens - num_chunks - num_drafts) + self.draft_s * num_drafts
+        beyond_s = (self.beyond16_s, self.beyond64_s, self.beyond256_s)
+        if any(beyond_s):
+            duration_s += sum(map(mul, beyond_s, tokens_beyond_bends(plan.num_tokens)))
         if self.drafting_s:
             duration_s += self.drafting_s * max((chunk.num_drafts for chunk in plan.chunks), default=0)
         return duration_s

@@ -44,6 +44,16 @@ def test_attention_takes_time_for_each_pair_of_tokens_in_chunks_of_several() -> 
     assert SimulatedModel(attention_s=1e-9).duration_s(StepPlan(1, 1, (), rows)) == pytest.approx(512 * 356e-9)
 
 
+def test_tokens_beyond_a_number_take_longer_whichever_sequence_they_belong_to() -> None:
+    """100 tokens are 84 beyond 16 and 36 beyond 64; a prompt of 200 more has 44 beyond 256."""
+    model = parse_simulated("sim:beyond16=2us,beyond64=3us,beyond256=5us")
+    rows = (*(ScheduledChunk(slot, 9, 1, (7,), (), True) for slot in range(2)), ScheduledChunk(2, 0, 98, (), (), True))
+    assert model.duration_s(StepPlan(1, 1, (), rows[:2])) == 0.0
+    assert model.duration_s(StepPlan(1, 1, (), rows)) == pytest.approx(84 * 2e-6 + 36 * 3e-6)
+    more = (*rows, ScheduledChunk(3, 0, 200, (), (), False))
+    assert model.duration_s(StepPlan(1, 1, (), more)) == pytest.approx(284 * 2e-6 + 236 * 3e-6 + 44 * 5e-6)
+
+
 def test_answers_match_the_formula_in_the_documentation() -> None:
     """By the rule of docs/simulated_model.md, written down once more."""
     tokens, states = list(b"hello"), []

@@ -11,7 +11,16 @@ from servekit.protocol.messages import ScheduledChunk, StepPlan
 from servekit.simulation.model import SimulatedModel, parse_simulated
 from servekit.simulation.step_time_fit import TIMES, MeasuredStep, as_spec, fit_step_times
 
-MODEL = SimulatedModel(step_s=2e-3, prefill_s=30e-6, decode_s=200e-6, context_s=0.4e-6, attention_s=20e-9)
+MODEL = SimulatedModel(
+    step_s=2e-3,
+    prefill_s=10e-6,
+    decode_s=200e-6,
+    context_s=0.4e-6,
+    attention_s=20e-9,
+    beyond16_s=8e-6,
+    beyond64_s=5e-6,
+    beyond256_s=7e-6,
+)
 
 
 def steps(rng: random.Random, num_steps: int = 400) -> list[MeasuredStep]:
