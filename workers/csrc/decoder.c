@@ -63,7 +63,7 @@ void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_
         scalar *normed = workspace;
         scalar *qkv = normed + num_tokens * hidden_size;
         scalar *attended = qkv + num_tokens * to_qkv->num_outputs;
-        scalar *rest = attended + num_tokens * to_output->num_inputs;
+        scalar *of_mlp = qkv; /* in place of attention's results, which it does not need */
         const scalar *input = norm_input(&layer->attention_norm, x, normed, num_tokens, hidden_size);
         to_qkv->multiply(to_qkv, input, NULL, qkv, num_tokens, gemm_workspace);
         if (adapters) add_lora(layer->qkv_lora, adapters, input, qkv);
@@ -71,7 +71,7 @@ void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_
         add_product(to_output, layer->output_lora, adapters, &layer->attention_output_norm, attended, x, normed,
                     num_tokens, gemm_workspace);
         input = norm_input(&layer->mlp_norm, x, normed, num_tokens, hidden_size);
-        if (layer->experts) add_experts(layer->experts, input, x, num_tokens, rest, gemm_workspace);
-        else add_mlp(layer, adapters, input, x, normed, num_tokens, rest, gemm_workspace);
+        if (layer->experts) add_experts(layer->experts, input, x, num_tokens, of_mlp, gemm_workspace);
+        else add_mlp(layer, adapters, input, x, normed, num_tokens, of_mlp, gemm_workspace);
     }
 }

@@ -265,8 +265,8 @@ typedef struct {
 
 /* Run num_layers layers on x [num_tokens, hidden_size], in place. rotations are those that any layer has. adapters is
    NULL if no row has one; if some row has one, every layer has the four lora_weights. workspace holds num_tokens times
-   the scalars that the five intermediate results of the largest layer take, and gemm_workspace what the weights'
-   multiplications need. */
+   the scalars that the input of attention or of an MLP takes, and the other results of either, whichever are more, in the
+   largest layer; gemm_workspace holds what the weights' multiplications need. */
 void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_t num_layers,
                    const attention_metadata *metadata, const lora_step *adapters, const rotation *rotations, scalar *x,
                    scalar *workspace, void *gemm_workspace);

@@ -211,8 +211,8 @@ def _lora_address(weight: Weight) -> int | None:
 def _workspace_per_token(layer: LayerParts, weights: CpuWeights) -> int:
     """Return the scalars that a layer's intermediate results take for one token; see decode_layers in C."""
     qkv, output, *of_mlp = weights
-    of_attention = qkv.num_inputs + qkv.num_outputs + output.num_inputs
+    of_attention = qkv.num_outputs + output.num_inputs
     if isinstance(layer.mlp, FusedExperts):
-        return of_attention + layer.mlp.workspace_scalars
+        return qkv.num_inputs + max(of_attention, layer.mlp.workspace_scalars)
     gate_up, down = of_mlp
-    return of_attention + gate_up.num_outputs + down.num_inputs
+    return qkv.num_inputs + max(of_attention, gate_up.num_outputs + down.num_inputs)
