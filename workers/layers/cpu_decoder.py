@@ -150,7 +150,8 @@ class CpuDecoder:
         workspace = x.new_empty(len(x) * self.workspace_per_token)
         gemm_workspace = torch.empty(self._gemm_workspace_bytes(len(x)), dtype=torch.uint8)
         last = len(self._layers) if num_layers is None else num_layers
-        bounds = {0, last}.union(() if tap is None else (layer for layer in tap.layers if layer < last))
+        tapped = () if tap is None else tap.layers
+        bounds = {0, last, *(layer for layer in tapped if layer < last)}
         for first, stop in pairwise(sorted(bounds)):
             if tap is not None:
                 tap.keep(first, x.clone())

@@ -51,7 +51,7 @@ def test_one_call_for_all_layers_computes_what_the_layers_compute(
     calls.clear()
     monkeypatch.setattr(CpuDecoder, "can_decode", lambda *_: False)
     by_all_but_one = runner._run_in_chunks(token_ids)
-    assert bool(calls) == runner.loaded.decoder.cpu_decoder._takes_any_rows
+    assert bool(calls) == runner.loaded.decoder.cpu_decoder._takes_any_rows  # type: ignore[union-attr]
     assert (in_one_call - by_all_but_one).norm() <= difference * by_all_but_one.norm()
     calls.clear()
     monkeypatch.setattr(CpuDecoder, "can_prefill", lambda *_: False)
