@@ -203,8 +203,8 @@ def test_transfers_that_are_altered_cut_off_or_stalled_change_no_answer_and_dela
 @pytest.mark.long
 @pytest.mark.parametrize(
     "divided",
-    [(), ("prefill", "decode")],
-    ids=["one machine each", "two machines each"],
+    [(), ("prefill", "decode"), ("prefill",)],
+    ids=["one machine each", "two machines each", "prefill on two machines, decode on one"],
 )
 def test_ranks_of_two_workers_exchange_their_parts(
     flags: tuple[str, ...],
