@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from servekit.latency.step_size import BENDS, tokens_beyond_bends
+from servekit.latency.step_size import BREAKPOINTS, tokens_beyond_breakpoints
 from servekit.protocol.messages import StepPlan
 
 TERMS = (
     *("step", "prefill_token", "prefill_pair", "decode_token", "kv_token", "resume"),
-    *(f"beyond_{bend}" for bend in BENDS),
+    *(f"beyond_{point}" for point in BREAKPOINTS),
 )
 IDLE_S = 5e-3  # a shorter pause between two steps does not show
 
@@ -68,7 +68,7 @@ class StepWork(Struct, frozen=True, gc=False):
             self.num_decode_tokens,
             self.num_kv_tokens,
             self.num_resumes,
-            *tokens_beyond_bends(self.num_prefill_tokens + self.num_decode_tokens),
+            *tokens_beyond_breakpoints(self.num_prefill_tokens + self.num_decode_tokens),
         )
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from servekit.errors import ConfigError
-from servekit.latency.step_size import tokens_beyond_bends
+from servekit.latency.step_size import tokens_beyond_breakpoints
 from servekit.protocol.messages import StepPlan
 
 PREFIX = "sim:"
@@ -57,7 +57,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
             duration_s += self.prefill_s * (plan.num_tokens - num_chunks - num_drafts) + self.draft_s * num_drafts
         beyond_s = (self.beyond16_s, self.beyond64_s, self.beyond256_s)
         if any(beyond_s):
-            duration_s += sum(map(mul, beyond_s, tokens_beyond_bends(plan.num_tokens)))
+            duration_s += sum(map(mul, beyond_s, tokens_beyond_breakpoints(plan.num_tokens)))
         if self.drafting_s:
             duration_s += self.drafting_s * max((chunk.num_drafts for chunk in plan.chunks), default=0)
         return duration_s

@@ -12,13 +12,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from servekit.latency.step_size import BENDS, tokens_beyond_bends
+from servekit.latency.step_size import BREAKPOINTS, tokens_beyond_breakpoints
 from servekit.protocol.messages import StepPlan
 from servekit.simulation.model import SimulatedModel, num_attention_pairs
 
 TIMES = (
     *("step_s", "prefill_s", "decode_s", "context_s", "attention_s"),
-    *(f"beyond{bend}_s" for bend in BENDS),
+    *(f"beyond{point}_s" for point in BREAKPOINTS),
 )
 MAX_RATIO = 10.0  # a step that took longer than this times what the others say was held up by something else
 NUM_WEIGHTINGS = 4  # the weights depend on the predictions, and these on the weights
@@ -40,7 +40,7 @@ class MeasuredStep(Struct, frozen=True):
             float(num_chunks),
             float(sum(chunk.start for chunk in plan.chunks)),
             num_attention_pairs(plan),
-            *map(float, tokens_beyond_bends(plan.num_tokens)),
+            *map(float, tokens_beyond_breakpoints(plan.num_tokens)),
         )
         return cls(work, duration_s)
 
