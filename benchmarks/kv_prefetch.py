@@ -1,6 +1,6 @@
 """Measure what it is worth to read offloaded KV blocks from files while their sequence waits for its turn.
 
-    python -m benchmarks.kv_prefetch [--rounds 5] [--tokens 1024] [--conversations 6] [--write]
+    python -m benchmarks.kv_prefetch [--rounds 6] [--tokens 1024] [--conversations 6] [--write]
 
 As in `benchmarks.kv_offload`, conversations take turns on a KV cache that holds a third of them, and their blocks are
 in files. But each one arrives behind a short request, and there is one slot. So it waits until that one has its

@@ -25,7 +25,10 @@ async def adapter_refusal(worker: Asked, adapters: Iterable[LoraAdapter]) -> str
         answer = await worker.ask(LoadAdapter(adapter))
         assert isinstance(answer, AdapterLoaded), "the connection checks the answer's type"
         if answer.refusal:
-            return f"it cannot serve the adapter {adapter.name!r} (--lora): {answer.refusal}"
+            return (
+                f"it cannot serve the LoRA adapter {adapter.name!r} in {adapter.path}: {answer.refusal}; copy the "
+                "adapter to this machine, or unload it at the server"
+            )
         if answer.fingerprint != adapter.fingerprint:
             return (
                 f"its files of the adapter {adapter.name!r}, in {adapter.path}, are not those of other workers; copy "

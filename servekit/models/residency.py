@@ -8,8 +8,8 @@ A model that is always in use would never be unloaded. So when a model has waite
 its memory have been loaded for as long, the least recently used of these are *closed*: requests that name a closed
 model wait in the queue, too. When its last use has ended, it is unloaded.
 
-The models that another tenant has used within RECENT_S make room last: for a tenant that names cold models in turn, its
-own ones make room first, and those that others work with stay.
+The models that another tenant has used within RECENT_S are evicted last: a tenant that names cold models in turn evicts
+its own ones first, and those that others work with stay.
 
 A measurement of a model's memory replaces the estimate. But the models were placed with the estimates, and each of them
 must be able to load together with those with `is_kept`, whatever is measured later. So a model with `is_kept` counts at
@@ -227,7 +227,9 @@ class Residency:
         """The time at which `plan` may return something although nothing has been reported; inf if there is none."""
         times = [each.retry_s for each in self._models.values() if each.needs.is_kept and not each.holds_memory]
         for waiting in self._line():
-            times += [self._turn_ends_s(waiting, each) for each in self._in_the_way(waiting) if not each.is_closed]
+            times += [
+                self._turn_ends_s(waiting, each) for each in self._eviction_candidates(waiting) if not each.is_closed
+            ]
         return min((time_s for time_s in times if time_s > now_s), default=inf)
 
     @staticmethod
@@ -412,13 +414,13 @@ class Residency:
         return not self._lacking(model, freed)
 
     @staticmethod
-    def _rank(model: _Model, each: _Model, now_s: float) -> tuple[bool, float]:
-        """When a model makes room for another one: the lowest rank first."""
+    def _eviction_order(model: _Model, each: _Model, now_s: float) -> tuple[bool, float]:
+        """When a model is evicted for another one: the lowest first."""
         is_recent = each.num_uses > 0 or now_s - each.used_s < RECENT_S
         return each.tenant != model.requested_by and is_recent, each.used_s
 
     def _victims(self, model: _Model, now_s: float) -> Sequence[_Model]:
-        """Return the models that make room for one, in order of `_rank`; none if that would not be enough.
+        """Return the models that make room for one, in order of `_eviction_order`; none if that would not be enough.
 
         Memory of models that are already being unloaded counts as free.
         """
@@ -427,7 +429,7 @@ class Residency:
             if each.is_changing and each.is_loaded:
                 self._add(freed, each)
         chosen: list[_Model] = []
-        for each in sorted(self._in_the_way(model), key=lambda each: self._rank(model, each, now_s)):
+        for each in sorted(self._eviction_candidates(model), key=lambda each: self._eviction_order(model, each, now_s)):
             if self._fits(model, freed):
                 break
             if each.is_idle and self._lacks(model, each, freed):
@@ -450,7 +452,7 @@ class Residency:
         for device in model.needs.memory:
             freed[device] = freed.get(device, 0) + self._need(model, device)
 
-    def _in_the_way(self, model: _Model) -> list[_Model]:
+    def _eviction_candidates(self, model: _Model) -> list[_Model]:
         """The loaded models that may make room for one, used or not."""
         return [
             each
@@ -478,7 +480,7 @@ class Residency:
                 self._add(freed, each)
         chosen: list[_Model] = []
         # Those that were closed before come first, so that the choice stays the same while their uses end.
-        in_order = sorted(self._in_the_way(model), key=lambda each: self._rank(model, each, now_s))
+        in_order = sorted(self._eviction_candidates(model), key=lambda each: self._eviction_order(model, each, now_s))
         for each in sorted(in_order, key=lambda each: not each.is_closed):
             if self._fits(model, freed):
                 break

@@ -37,8 +37,8 @@ NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096  # of one frame; the longest has some 1,100
 MIN_KEY_BYTES = 32
 
-# wrong_key, other_version, other_model, other_size: the operator must act. The other reasons are temporary: the worker
-# tries again later.
+# A reason in PERMANENT ends the worker, because a retry cannot succeed. For the others it tries again. other_adapters
+# is one of these, because the operator can copy the files meanwhile.
 Reason = Literal[
     "wrong_key",
     "other_version",

@@ -168,10 +168,16 @@ def read_answer(
         else:
             values = _ordered({each.index: [each.relevance_score] for each in answer.results})
     results = [_packed(each) for each in values]
-    if len(results) != part.num_inputs or len(set(map(len, results))) > 1 or not all(results):
+    if len(results) != part.num_inputs:
         raise RemoteFailed(
-            f"the model's server sent an invalid answer: {len(results)} results for {part.num_inputs} inputs, or of "
-            "different lengths"
+            f"the model's server sent an invalid answer: {len(results)} results for {part.num_inputs} inputs"
+        )
+    lengths = {len(each) // 4 for each in results}
+    if len(lengths) > 1 or 0 in lengths:
+        numbers = ", ".join(map(str, sorted(lengths)[:5]))
+        raise RemoteFailed(
+            f"the model's server sent an invalid answer: its results have {numbers} numbers; they must have the same "
+            "number, and at least one"
         )
     return results, num_tokens
 

@@ -47,10 +47,10 @@ ASSUMED_DIMENSIONS = 4096  # of an embedding, until one has come: for the memory
 CHARACTERS_PER_TOKEN = 4  # of texts, estimated
 
 
-class _Live(PredictionState):
+class _RunningRequest(PredictionState):
     """A request that was sent, or waits for a connection."""
 
-    def __init__(self, caller: Caller, request: PredictionRequest, abort: Callable[[_Live], None]) -> None:
+    def __init__(self, caller: Caller, request: PredictionRequest, abort: Callable[[_RunningRequest], None]) -> None:
         num_tokens = sum(map(_estimated_tokens, request.inputs))
         super().__init__(caller, len(request.inputs), num_tokens, abort)
         self.task: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class RemotePredictor(RemoteModel):
             max_model_len=UNKNOWN_LENGTH,
             dimensions=ASSUMED_DIMENSIONS if self._kind is PredictorKind.EMBED else 0,
         )
-        self._live: set[_Live] = set()
+        self._live: set[_RunningRequest] = set()
 
     # -- start and stop -----------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class RemotePredictor(RemoteModel):
         check_supported(request, self._kind, self.config.model_name, settings.dialect)
         parts = write_requests(request, self._kind, self.config.model, settings.dialect, settings.max_batch_size)
         self.check_admission(caller, len(request.inputs), len(parts))
-        live, started_s = _Live(caller, request, self._abort), self._clock()
+        live, started_s = _RunningRequest(caller, request, self._abort), self._clock()
         self.sender.places.take(caller.tenant, len(parts))
         live.num_places = len(parts)
         self._live.add(live)
@@ -134,13 +134,13 @@ class RemotePredictor(RemoteModel):
         live.task.add_done_callback(lambda _: self._end(live, started_s))  # also if it is cancelled before it began
         return live
 
-    def _end(self, live: _Live, started_s: float) -> None:
+    def _end(self, live: _RunningRequest, started_s: float) -> None:
         self._live.remove(live)
         self._leave_queue(live, live.num_places)
         for _ in range(live.num_inputs):
             self.metrics.predictions.ended(live.outcome, self._clock() - started_s)
 
-    def _leave_queue(self, live: _Live, num_places: int) -> None:
+    def _leave_queue(self, live: _RunningRequest, num_places: int) -> None:
         live.num_places -= num_places
         self.sender.places.release(live.caller.tenant, num_places)
 
@@ -153,12 +153,12 @@ class RemotePredictor(RemoteModel):
                 self._fail(live, InvalidRequest("the request was aborted by POST /abort_request", code="aborted"))
         return num_aborted
 
-    def _abort(self, live: _Live) -> None:
+    def _abort(self, live: _RunningRequest) -> None:
         """End a request whose client no longer waits. Does nothing if it has its results, or has ended."""
         if live.num_missing and live.task is not None:
             live.task.cancel()
 
-    def _fail(self, live: _Live, error: ServekitError) -> None:
+    def _fail(self, live: _RunningRequest, error: ServekitError) -> None:
         if live.num_missing:
             live.outcome = "failed"
         live.fail(error)
@@ -166,7 +166,7 @@ class RemotePredictor(RemoteModel):
 
     # -- the exchange with the server ---------------------------------------------------------------------------------
 
-    async def _run(self, live: _Live, parts: list[RemotePart], deadline_s: float | None) -> None:
+    async def _run(self, live: _RunningRequest, parts: list[RemotePart], deadline_s: float | None) -> None:
         """Send all parts of a request, and report the first failure."""
         try:
             async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
@@ -184,7 +184,7 @@ class RemotePredictor(RemoteModel):
             live.outcome = "failed"
             live.fail(first)
 
-    async def _answer(self, live: _Live, part: RemotePart) -> None:
+    async def _answer(self, live: _RunningRequest, part: RemotePart) -> None:
         """Wait for a connection, and send one request."""
         try:
             body = msgspec.json.encode(part.fields, enc_hook=array.tolist)

@@ -58,7 +58,7 @@ def test_adapters_are_served_by_workers_whose_machines_have_the_files_and_by_no_
         service.workers[1].send_signal(signal.SIGTERM)
         assert service.workers[1].wait(ENOUGH_S) == 0
         service.add_worker()
-        refusal = "it cannot serve the adapter 'b' (--lora)"
+        refusal = "it cannot serve the LoRA adapter 'b' in "
         service.wait_until(lambda: refusal in service.server.log.read_text())
         service.wait_until(lambda: refusal in (tmp_path / "worker2.log").read_text())
         assert num_serving(service) == 1

@@ -295,7 +295,7 @@ async def test_a_worker_that_has_all_adapters_joins() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (AdapterLoaded("'/adapters/b' holds no adapter"), "cannot serve the adapter 'b' .* holds no adapter"),
+        (AdapterLoaded("'/adapters/b' holds no adapter"), "cannot serve the LoRA adapter 'b' in .* no adapter; copy"),
         (AdapterLoaded("", "another", 8), "adapter 'b', in /adapters/b, are not those of other workers"),
     ],
 )
