@@ -544,7 +544,7 @@ def test_text_from_clients_is_never_markup(fed: FedView) -> None:
     worker = LiveWorker(HOSTILE, HOSTILE, HOSTILE, HOSTILE, host=HOSTILE)
     fed.show(replace(state_of(hostile), model_name=HOSTILE, version=HOSTILE, workers=[worker]))
     fed.rows.first.click()
-    fed.show(replace(state_of(ended=[ended(1, HOSTILE)]), state=HOSTILE, stage=HOSTILE))
+    fed.show(replace(state_of(ended=[ended(1, HOSTILE)]), model_name=HOSTILE, state=HOSTILE, stage=HOSTILE))
     fed.details.filter(has_text=f"Sequence 1: {HOSTILE}").wait_for()
     fed.disconnect(HOSTILE)
     fed.wait_for_text(HOSTILE)
