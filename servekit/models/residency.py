@@ -8,8 +8,9 @@ A model that is always in use would never be unloaded. So when a model has waite
 its memory have been loaded for as long, the least recently used of these are *closed*: requests that name a closed
 model wait in the queue, too. When its last use has ended, it is unloaded.
 
-The models that another tenant has used within RECENT_S are evicted last: a tenant that names cold models in turn evicts
-its own ones first, and those that others work with stay.
+A tenant's request evicts the models that others work with, which another tenant uses or has used within RECENT_S, only
+if all the rest would not be enough: so a tenant that names cold models in turn evicts its own ones. If these are used,
+it waits until they have had their turns, even where a model of others is idle.
 
 A measurement of a model's memory replaces the estimate. But the models were placed with the estimates, and each of them
 must be able to load together with those with `is_kept`, whatever is measured later. So a model with `is_kept` counts at
@@ -20,6 +21,7 @@ This is pure: times are arguments, and the caller executes what `plan` returns.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from math import ceil, inf
@@ -28,7 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 TURN_S = 10.0  # that a model may be used by others while one waits for its memory
-RECENT_S = 60.0  # after its last use, a model still counts as used by the tenant that used it
+RECENT_S = 60.0  # after its last use by a tenant, this one still counts as working with the model
 DEFAULT_LOAD_S = 30.0  # that a model takes to load, before it was measured
 FIRST_BACKOFF_S = 5.0  # after a model could not be loaded; doubled after each further failure
 MAX_BACKOFF_S = 300.0
@@ -87,7 +89,8 @@ class _Model:
         self.is_closed = False
         self.is_dismissed = False  # an operator wants it unloaded
         self.num_uses = 0
-        self.tenant: str | None = None  # that used it last; None: an operator, or nobody
+        self.num_uses_by = Counter[str]()  # of each tenant that uses it now
+        self.used_s_by: dict[str, float] = {}  # by tenant, as `used_s`; the oldest first, old ones are forgotten
         self.is_admitted = False  # by the present plan, whose caller counts the uses next
         self.requested_s: float | None = None  # since when a request waits for it
         self.requested_by: str | None = None  # the tenant whose request was first to wait
@@ -106,6 +109,23 @@ class _Model:
         """Note that it may hold no memory any more."""
         if not self.holds_memory:
             self.needs = self.next_needs
+
+    def note_use(self, tenant: str | None, now_s: float) -> None:
+        """Note that a use of a tenant begins or ends; None: one of an operator."""
+        self.used_s = now_s
+        if tenant is None:
+            return
+        self.used_s_by.pop(tenant, None)
+        self.used_s_by[tenant] = now_s
+        while self.used_s_by[oldest := next(iter(self.used_s_by))] <= now_s - RECENT_S:
+            del self.used_s_by[oldest]
+
+    def others_until_s(self, tenant: str | None) -> float:
+        """The time until which tenants other than this one work with it, if none begins a use: inf during one."""
+        if any(each != tenant for each in self.num_uses_by):
+            return inf
+        used_s = (used_s for each, used_s in reversed(self.used_s_by.items()) if each != tenant)
+        return next(used_s, -inf) + RECENT_S
 
     @property
     def is_idle(self) -> bool:
@@ -227,9 +247,9 @@ class Residency:
         """The time at which `plan` may return something although nothing has been reported; inf if there is none."""
         times = [each.retry_s for each in self._models.values() if each.needs.is_kept and not each.holds_memory]
         for waiting in self._line():
-            times += [
-                self._turn_ends_s(waiting, each) for each in self._eviction_candidates(waiting) if not each.is_closed
-            ]
+            candidates = self._eviction_candidates(waiting)
+            times += [self._turn_ends_s(waiting, each) for each in candidates if not each.is_closed]
+            times += [each.others_until_s(waiting.requested_by) for each in candidates]
         return min((time_s for time_s in times if time_s > now_s), default=inf)
 
     @staticmethod
@@ -247,7 +267,9 @@ class Residency:
         """Note that a request of a tenant waits for a model; None: one of an operator."""
         model = self._models[name]
         if model.requested_s is None:
-            model.requested_s, model.requested_by = now_s, tenant
+            model.requested_s = now_s
+            if not self._is_loading(model):  # it is loaded for the tenant that was the first
+                model.requested_by = tenant
 
     def clear_requested(self, name: str) -> None:
         """Note that no request waits for a model any more."""
@@ -266,16 +288,21 @@ class Residency:
         model = self._models[name]
         assert model.is_loaded and not model.is_changing
         model.num_uses += 1
-        model.used_s = now_s
         if tenant is not None:
-            model.tenant = tenant
+            model.num_uses_by[tenant] += 1
+        model.note_use(tenant, now_s)
 
-    def end_use(self, name: str, now_s: float) -> None:
-        """Note that a use has ended."""
+    def end_use(self, name: str, now_s: float, tenant: str | None = None) -> None:
+        """Note that a use of a tenant has ended."""
         model = self._models[name]
         model.num_uses -= 1
-        model.used_s = now_s
         assert model.num_uses >= 0
+        if tenant is not None:
+            model.num_uses_by[tenant] -= 1
+            assert model.num_uses_by[tenant] >= 0
+            if not model.num_uses_by[tenant]:
+                del model.num_uses_by[tenant]
+        model.note_use(tenant, now_s)
 
     def loaded(self, name: str, now_s: float) -> None:
         """Note that a model that was being loaded is ready."""
@@ -283,7 +310,8 @@ class Residency:
         assert self._is_loading(model)
         model.is_changing, model.is_loaded, model.is_closed = False, True, False
         model.num_failures, model.retry_s = 0, -inf
-        model.ready_s = model.used_s = now_s
+        model.ready_s = now_s
+        model.note_use(model.requested_by, now_s)
         model.load_s = now_s - model.load_began_s
 
     def measured(self, name: str, memory: Mapping[str, int]) -> None:
@@ -308,6 +336,7 @@ class Residency:
         """Note that a failed model is unloaded."""
         model = self._models[name]
         model.num_uses = 0
+        model.num_uses_by.clear()
         self._fail(model, now_s)
 
     def _fail(self, model: _Model, now_s: float) -> None:
@@ -413,14 +442,24 @@ class Residency:
         """Whether a model has room when this much more is free on each device."""
         return not self._lacking(model, freed)
 
-    @staticmethod
-    def _eviction_order(model: _Model, each: _Model, now_s: float) -> tuple[bool, float]:
-        """When a model is evicted for another one: the lowest first."""
-        is_recent = each.num_uses > 0 or now_s - each.used_s < RECENT_S
-        return each.tenant != model.requested_by and is_recent, each.used_s
+    def _eviction_order(self, model: _Model, freed: Mapping[str, int], now_s: float) -> list[_Model]:
+        """Return the loaded models that may make room for one, used or not: those used least recently first.
+
+        Those that others work with come last, and not at all if the rest would be enough when it has had its turns.
+        `freed` is what will be free on each device without any of them.
+        """
+        tenant, in_order = model.requested_by, sorted(self._eviction_candidates(model), key=lambda each: each.used_s)
+        rest = [each for each in in_order if now_s >= each.others_until_s(tenant)]
+        loading = (each for each in self._models.values() if self._is_loading(each) and not each.needs.is_kept)
+        without_rest = dict(freed)
+        for each in (*rest, *(each for each in loading if each.requested_by == tenant)):
+            self._add(without_rest, each)
+        if self._fits(model, without_rest):
+            return rest
+        return [*rest, *(each for each in in_order if each not in rest)]
 
     def _victims(self, model: _Model, now_s: float) -> Sequence[_Model]:
-        """Return the models that make room for one, in order of `_eviction_order`; none if that would not be enough.
+        """Return the models that make room for one at once; none if that would not be enough.
 
         Memory of models that are already being unloaded counts as free.
         """
@@ -429,7 +468,7 @@ class Residency:
             if each.is_changing and each.is_loaded:
                 self._add(freed, each)
         chosen: list[_Model] = []
-        for each in sorted(self._eviction_candidates(model), key=lambda each: self._eviction_order(model, each, now_s)):
+        for each in self._eviction_order(model, freed, now_s):
             if self._fits(model, freed):
                 break
             if each.is_idle and self._lacks(model, each, freed):
@@ -480,7 +519,7 @@ class Residency:
                 self._add(freed, each)
         chosen: list[_Model] = []
         # Those that were closed before come first, so that the choice stays the same while their uses end.
-        in_order = sorted(self._eviction_candidates(model), key=lambda each: self._eviction_order(model, each, now_s))
+        in_order = self._eviction_order(model, freed, now_s)
         for each in sorted(in_order, key=lambda each: not each.is_closed):
             if self._fits(model, freed):
                 break

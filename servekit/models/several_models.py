@@ -60,18 +60,20 @@ UNKNOWN_PROMPT_TOKENS = 2**20  # upper bound for models that were never loaded
 class ModelUse:
     """A model that one request uses."""
 
-    __slots__ = ("_is_held", "_model", "engine", "headers")
+    __slots__ = ("_is_held", "_model", "_tenant", "engine", "headers")
 
-    def __init__(self, model: ManagedModel, engine: ManagedEngine, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def __init__(self, model: ManagedModel, engine: ManagedEngine, tenant: str | None) -> None:
+        """`tenant` is None for an operator."""
         self.engine = engine
-        self.headers = headers
+        self.headers: Sequence[tuple[bytes, bytes]] = ()
         self._model = model
+        self._tenant = tenant
         self._is_held = True
 
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._model.end_use(self.engine)
+            self._model.end_use(self.engine, self._tenant)
 
 
 class ManagedModel:
@@ -174,15 +176,15 @@ class ManagedModel:
         if self.engine is None or not self._manager.residency.begin_use(self.name, self.now(), tenant):
             return None
         self.loads.waited("hot", 0.0)
-        return ModelUse(self, self.engine, ())
+        return ModelUse(self, self.engine, tenant)
 
     async def wait_for_use(self, caller: Caller) -> ModelUse:
         return await self._manager.wait_for_use(self, caller)
 
-    def end_use(self, engine: ManagedEngine) -> None:
-        """Note that a request does not use the model any more."""
+    def end_use(self, engine: ManagedEngine, tenant: str | None) -> None:
+        """Note that a tenant's request does not use the model any more."""
         if engine is self.engine:  # not if this engine has failed in the meantime
-            self._manager.residency.end_use(self.name, self.now())
+            self._manager.residency.end_use(self.name, self.now(), tenant)
             if not self._manager.residency.is_settled:
                 self._manager.look()
 
@@ -682,7 +684,7 @@ class SeveralModels:
         if model.is_removed:
             self.residency.dismiss(model.name)
         elif model.waiting:
-            self.residency.mark_requested(model.name, now_s)
+            self.residency.mark_requested(model.name, now_s, next(iter(model.waiting.values())))
         self.look()
 
     def _note_memory(self, model: ManagedModel) -> None:
@@ -782,7 +784,7 @@ class SeveralModels:
             if not future.done():
                 assert model.engine is not None
                 self.residency.add_use(model.name, self.now(), tenant)
-                future.set_result(ModelUse(model, model.engine, ()))
+                future.set_result(ModelUse(model, model.engine, tenant))
 
 
 def _names(file: ModelFile) -> Names:

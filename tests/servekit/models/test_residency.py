@@ -148,7 +148,7 @@ def test_tenant_that_names_cold_models_in_turn_unloads_its_own_and_not_those_tha
     loaded(residency, ["calm", "c0", "c1"])
     for name, tenant in (("calm", "calm"), ("c0", "flood"), ("c1", "flood")):
         assert residency.begin_use(name, 3.0, tenant)
-        residency.end_use(name, 3.0)
+        residency.end_use(name, 3.0, tenant)
     residency.mark_requested("c2", 3.0 + wait_s, "flood")
     assert residency.plan(3.0 + wait_s) == [Unload(unloaded)]
 
@@ -158,10 +158,10 @@ def test_models_that_others_work_with_make_room_if_those_of_the_tenant_are_not_e
     loaded(residency, ["calm", "own"])
     for name, tenant in (("calm", "calm"), ("own", "flood")):
         assert residency.begin_use(name, 3.0, tenant)
-    residency.end_use("own", 3.0)
+    residency.end_use("own", 3.0, "flood")
     residency.mark_requested("big", 4.0, "flood")
     assert residency.plan(4.0) == []
-    residency.end_use("calm", 5.0)
+    residency.end_use("calm", 5.0, "calm")
     assert residency.plan(5.0) == [Unload("own"), Unload("calm")]
 
 
@@ -172,6 +172,98 @@ def test_own_model_of_the_tenant_that_waits_is_closed_before_one_that_others_use
     residency.mark_requested("cold", 5.0, "flood")
     residency.plan(5.0 + TURN_S)
     assert not residency.begin_use("own", 15.5, "flood") and residency.begin_use("calm", 15.5, "calm")
+
+
+def test_tenant_waits_for_its_own_model_although_one_that_others_work_with_is_idle() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "own", "cold"))
+    loaded(residency, ["calm", "own"])
+    assert residency.begin_use("calm", 3.0, "calm") and residency.begin_use("own", 4.0, "flood")
+    residency.end_use("calm", 5.0, "calm")
+    residency.mark_requested("cold", 5.0, "flood")
+    assert residency.plan(5.0) == residency.plan(5.0 + TURN_S) == []
+    assert not residency.begin_use("own", 15.5, "flood")
+    residency.end_use("own", 16.0, "flood")
+    assert residency.plan(16.0) == [Unload("own")]
+
+
+def test_model_that_others_no_longer_work_with_makes_room_for_one_that_waits_for_a_busy_one() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "own", "cold"))
+    loaded(residency, ["calm", "own"])
+    assert residency.begin_use("calm", 3.0, "calm") and residency.begin_use("own", 4.0, "flood")
+    residency.end_use("calm", 5.0, "calm")
+    residency.mark_requested("cold", 6.0, "flood")
+    assert residency.plan(6.0 + TURN_S) == []
+    assert residency.next_s(6.0 + TURN_S) == 5.0 + RECENT_S
+    assert residency.plan(5.0 + RECENT_S) == [Unload("calm")]
+    residency.unloaded("calm")
+    assert residency.plan(66.0) == [Load("cold")] and residency.begin_use("own", 66.0, "flood"), "it is open again"
+
+
+def test_tenant_that_names_cold_models_at_once_waits_for_its_own_ones_that_are_being_loaded() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "c0", "c1"))
+    loaded(residency, ["calm"])
+    assert residency.begin_use("calm", 3.0, "calm")
+    residency.end_use("calm", 3.0, "calm")
+    residency.mark_requested("c0", 4.0, "flood")
+    residency.mark_requested("c1", 4.0, "flood")
+    assert residency.plan(4.0) == [Load("c0")]
+    residency.mark_requested("c0", 5.0, "calm")  # it is still flood's
+    assert residency.plan(5.0) == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_model_that_others_work_with_stays_theirs_when_a_tenant_touches_it(ends: bool) -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "own", "cold"))
+    loaded(residency, ["calm", "own"])
+    now_s = 3.0
+    assert residency.begin_use("calm", now_s, "calm")
+    if ends:
+        residency.end_use("calm", now_s, "calm")
+    else:
+        now_s += 2 * RECENT_S
+    for name in ("calm", "own"):
+        assert residency.begin_use(name, now_s, "flood")
+        residency.end_use(name, now_s, "flood")
+    residency.mark_requested("cold", now_s, "flood")
+    assert residency.plan(now_s) == [Unload("own")]
+    residency.unloaded("own")
+    assert residency.plan(now_s) == [Load("cold")]
+    residency.loaded("cold", now_s)
+    residency.mark_requested("own", now_s, "flood")
+    assert residency.plan(now_s + TURN_S - 1) == [Unload("cold")], "and calm's is not closed"
+    assert residency.begin_use("calm", now_s + TURN_S, "calm")
+
+
+def test_tenants_that_have_used_a_model_long_ago_do_not_work_with_it_and_are_forgotten() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("a", "own", "cold"))
+    loaded(residency, ["a", "own"])
+    uses = (("a", "calm", 3.0), ("a", "flood", 4.0), ("a", "law", 50.0), ("a", "flood", 64.0), ("own", "flood", 65.0))
+    for name, tenant, now_s in uses:
+        assert residency.begin_use(name, now_s, tenant)
+        residency.end_use(name, now_s, tenant)
+    assert [*residency._models["a"].used_s_by] == ["law", "flood"]
+    residency.mark_requested("cold", 66.0, "flood")
+    assert residency.plan(66.0) == [Unload("own")], "law works with the other one"
+
+
+def test_models_of_others_that_are_being_loaded_are_not_waited_for() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "law", "cold"))
+    loaded(residency, ["calm"])
+    assert residency.begin_use("calm", 3.0, "calm")
+    residency.end_use("calm", 3.0, "calm")
+    residency.mark_requested("law", 4.0, "law")
+    residency.mark_requested("cold", 4.0, "flood")
+    assert residency.plan(4.0) == [Load("law"), Unload("calm")]
+
+
+def test_model_is_of_the_tenant_it_was_loaded_for_also_before_its_first_use() -> None:
+    residency = Residency({"cpu": 200}, on_cpu("calm", "own", "cold"))
+    for now_s, (name, tenant) in enumerate((("calm", "calm"), ("own", "flood"))):
+        residency.mark_requested(name, now_s, tenant)
+        assert residency.plan(now_s) == [Load(name)]
+        residency.loaded(name, now_s)
+    residency.mark_requested("cold", 5.0, "flood")
+    assert residency.plan(5.0) == [Unload("own")]
 
 
 def test_no_model_makes_room_in_vain() -> None:
@@ -314,7 +406,7 @@ class Simulation:
         self.residency = Residency(self.capacity, self.needs.values())
         self.now_s = 0.0
         self.in_work: list[tuple[float, Load | Unload]] = []
-        self.uses: list[tuple[float, str]] = []
+        self.uses: list[tuple[float, str, str | None]] = []
         self.waiting: dict[str, float] = {}  # since when
         self.may_fail = True
         self.longest_wait_s = 0.0
@@ -327,11 +419,11 @@ class Simulation:
             self._done(item[1])
         for use in [each for each in self.uses if each[0] <= self.now_s]:
             self.uses.remove(use)
-            residency.end_use(use[1], self.now_s)
+            residency.end_use(use[1], self.now_s, use[2])
         if asks:
             name, tenant = choose.choice(list(self.needs)), choose.choice(("search", "law", None))
             if residency.begin_use(name, self.now_s, tenant):
-                self._use(name)
+                self._use(name, tenant)
             elif residency.retry_s(name) <= self.now_s:
                 residency.mark_requested(name, self.now_s, tenant)
                 self.waiting.setdefault(name, self.now_s)
@@ -344,8 +436,8 @@ class Simulation:
         self._look()
         self._check()
 
-    def _use(self, name: str) -> None:
-        self.uses.append((self.now_s + self.random.expovariate(0.3), name))
+    def _use(self, name: str, tenant: str | None) -> None:
+        self.uses.append((self.now_s + self.random.expovariate(0.3), name, tenant))
 
     def _done(self, action: Load | Unload) -> None:
         name, residency = action.name, self.residency
@@ -368,10 +460,10 @@ class Simulation:
                     self.longest_wait_s, self.now_s - (self.now_s if since_s is None else since_s)
                 )
                 self.residency.add_use(action.name, self.now_s)
-                self._use(action.name)
+                self._use(action.name, None)
                 continue
             if isinstance(action, Unload):
-                assert action.name not in {name for _, name in self.uses}, "it is used"
+                assert action.name not in {name for _, name, _ in self.uses}, "it is used"
             self.in_work.append((self.now_s + self.random.expovariate(0.5), action))
 
     def _check(self) -> None:
@@ -379,7 +471,7 @@ class Simulation:
         for device in self.capacity:
             assert residency.free(device) >= 0, "more memory is held than there is"
         for name in self.needs:
-            uses = sum(each == name for _, each in self.uses)
+            uses = sum(each == name for _, each, _ in self.uses)
             assert residency.num_uses(name) == uses
             assert not uses or residency.state(name) in (State.READY, State.UNLOADING)
 
