@@ -417,6 +417,13 @@ def _parse_model(
     own_entry = _convert(own, ModelEntry, where)
     if own_entry.adapter_tenants and not (config.has_adapters and remote is None and vllm is None):
         raise ConfigError(f"{where}: adapter_tenants is for models with adapters; set lora or enable_lora, too")
+    adapters = {entry.partition("=")[0] for entry in (config.lora or "").split(",")}
+    unknown = [name for name in own_entry.adapter_tenants if name not in adapters]
+    if unknown and not config.enable_lora:  # all tenants could use the one that was meant
+        raise ConfigError(
+            f"{where}: adapter_tenants names {unknown[0]!r}, which is not an adapter of lora: "
+            f"{', '.join(map(repr, sorted(adapters)))}"
+        )
     if remote is not None:
         return ModelSpec(entry=own_entry, config=config, workers=None, server=remote)
     known = estimate(config) if vllm is None and own_entry.memory_bytes is None else None

@@ -308,6 +308,10 @@ def test_model_of_a_triton_server_computes_tensors() -> None:
         (EMBEDDER.replace('"embed"', "[1]") + SERVER, r"remote is for models of another server"),
         (REMOTE + SERVER + "adapter_tenants = { sql = ['search'] }", r"adapter_tenants is for models with adapters"),
         (MODEL + "adapter_tenants = { sql = ['search'] }", r"adapter_tenants is for models with adapters; set lora or"),
+        (
+            MODEL + "lora = 'sql=/a,law=/b'\nadapter_tenants = { law = ['law'], sqll = ['search'] }",
+            r"adapter_tenants names 'sqll', which is not an adapter of lora: 'law', 'sql'$",
+        ),
         (MODEL + "enable_lora = true\nadapter_tenants = { sql = [' '] }", r"adapter_tenants must be a table of"),
         (REMOTE, r"\[\[model\]\] 1 \('far'\): kind = 'openai' needs the server's address"),
         (MODEL + SERVER, r"remote is for models of another server"),
@@ -322,6 +326,11 @@ def test_model_of_a_triton_server_computes_tensors() -> None:
 def test_mistake_about_a_remote_model_is_explained(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(text)
+
+
+def test_adapter_that_may_be_loaded_later_may_have_tenants() -> None:
+    (model,) = parse(MODEL + "lora = 'sql=/a'\nenable_lora = true\nadapter_tenants = { later = ['law'] }").models
+    assert model.entry.adapter_tenants == {"later": ["law"]}
 
 
 def test_settings_of_a_model_are_settings() -> None:
