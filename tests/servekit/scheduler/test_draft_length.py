@@ -14,6 +14,7 @@ from servekit.protocol.messages import StepResult
 from servekit.scheduler.draft_length import (
     CONSIDER_EVERY,
     EXPLORE_EVERY,
+    LARGEST_DEBT,
     MAX_DEBT,
     MAX_EXPLORING,
     MAX_TRIAL_STEPS,
@@ -515,6 +516,26 @@ def test_the_more_trying_costs_the_seldomer_it_is_done() -> None:
         observe(lengths, 1, [], 10e-3, step_id=num_steps)
         num_steps += 1
     assert num_steps == 3 * EXPLORE_EVERY, "the first turn after 1.28 s"
+
+
+def test_a_long_prompt_of_the_drafter_stops_trials_for_a_bounded_time() -> None:
+    """It takes as long as 500 steps, 1/64 of which would be 32,000 steps; most of it is charged after the trial."""
+    lengths = make_lengths(4)
+    learn(lengths, lambda num_positions: 10e-3, max_positions=6)
+    sequences = make_drafting(lengths, [0.0])
+    assert chosen(lengths, sequences, 0) == [1]
+    observe(lengths, 1, [1], 5.01, step_id=0, draft_prompt_time_s=5.0)
+    paid = LARGEST_DEBT / PAID_SHARE
+    for step_id in range(1, int(paid)):
+        waits = chosen(lengths, sequences, step_id) == [0]
+        assert waits or step_id < MIN_TRIAL_STEPS
+        observe(lengths, 1, [], 10e-3, step_id=step_id)
+    later = range(int(paid), int(paid) + 4 * EXPLORE_EVERY)  # the prompt is charged over some hundred steps
+    is_tried = False
+    for step_id in later:
+        is_tried = is_tried or chosen(lengths, sequences, step_id) == [1]
+        observe(lengths, 1, [], 10e-3, step_id=step_id)
+    assert is_tried
 
 
 def test_under_high_load_only_a_few_sequences_try_drafts() -> None:
