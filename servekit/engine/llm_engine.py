@@ -110,7 +110,7 @@ class LLMEngine(OneModel):
         if config.has_adapters:
             self.adapters = registry = AdapterRegistry(config, self._load_adapter)
             if self._worker_pool is not None:
-                self._worker_pool.adapters = lambda: registry.adapters
+                self._worker_pool.loaded_adapters = lambda: registry.adapters
         self._queue_limits = QueueLimits(config)
         self._waiting_times = WaitingTimes(config, lambda: self.replicas.taking_cores, clock)
         self._predictions = LatencyPredictions(clock) if config.max_predicted_wait else None
@@ -580,18 +580,21 @@ class LLMEngine(OneModel):
     async def _load_adapter(self, request: LoadAdapter) -> AdapterLoaded:
         """Let a worker check an adapter, and each one that has joined, whose machine may not have the files.
 
+        If one that serves cannot read it, it is not loaded. One that waits, or has begun to serve meanwhile, is let go.
         The workers of other replicas read it when a step needs it.
         """
         ready = [replica for replica in self.replicas.all if replica.executor.is_ready]
         first, *others = ready or [self.replicas.all[0]]
+        asked = [first.executor.worker]
         answers = [await first.executor.ask(request)]
         for replica in others:
             if replica.is_joined:
+                asked.append(replica.executor.worker)
                 with contextlib.suppress(WorkerError):  # it is lost; the one that replaces it is checked when it joins
                     answers.append(await replica.executor.ask(request))
         answer = common_answer([answer for answer in answers if isinstance(answer, AdapterLoaded)])
         if self._worker_pool is not None and not answer.refusal:
-            await self._worker_pool.check_adapter(replace(request.adapter, fingerprint=answer.fingerprint))
+            await self._worker_pool.check_adapter(replace(request.adapter, fingerprint=answer.fingerprint), asked)
         return answer
 
     async def _generate_token(self) -> None:

@@ -105,6 +105,11 @@ class ModelExecutor:
         return "reading the model's configuration" if self.ready is None else "waiting before the worker starts again"
 
     @property
+    def worker(self) -> WorkerConnection | WorkerGroup | None:
+        """The worker, ready or not; None if there is none."""
+        return self._worker
+
+    @property
     def worker_name(self) -> str | None:
         """The worker's name in log lines; None if there is none."""
         return None if self._worker is None else self._worker.name

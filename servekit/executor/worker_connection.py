@@ -180,6 +180,12 @@ class WorkerConnection:
         await self._stream.end(is_hung=isinstance(self.loss, WorkerTimeout))
         self._is_closed = True
 
+    def let_go(self) -> None:
+        """Send the worker no more steps, and shut it down when it has answered those in flight. Idempotent."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            self.on_leaving()
+
     def mark_lost(self, error: ServekitError, cause: str) -> None:
         """Declare the worker lost. Only the first reason counts."""
         if self.loss is not None:
@@ -219,9 +225,7 @@ class WorkerConnection:
         if isinstance(message, Loading):
             self.stage = message.stage
         elif isinstance(message, Leaving):
-            if not self.is_leaving:
-                self.is_leaving = True
-                self.on_leaving()
+            self.let_go()
         elif isinstance(message, BlocksFetched):
             self.on_fetched(message)
         elif isinstance(message, WorkerFailed):

@@ -124,6 +124,10 @@ class WorkerGroup:
             return  # `receive` raises it
         self.send_payload(self.encode(message))
 
+    def let_go(self) -> None:
+        """Send the ranks no more steps, and shut them down when they have answered those in flight. Idempotent."""
+        self._ranks[0].let_go()
+
     def send_payload(self, payload: bytes) -> None:
         """Send a message that is encoded already, and is not LoadModel."""
         for worker in self._ranks:

@@ -79,7 +79,7 @@ class JoinHandler(Protocol):
         """Return why no worker, or not this one, may join now. Return None if it may join."""
 
     def adapters(self) -> Collection[LoraAdapter]:
-        """Return the LoRA adapters that a worker must have on its machine."""
+        """Return the LoRA adapters that a worker must have on its machine, those that are being loaded included."""
 
     def join_refused(self, reason: JoinRefusal) -> None:
         """Count a connection that does not become a worker."""
@@ -323,11 +323,19 @@ class WorkerListener:
     async def _refusal_when_loaded(
         self, worker: WorkerConnection | WorkerGroup, ready: WorkerReady
     ) -> tuple[Reason, str] | None:
-        """Return why a worker that has loaded the model cannot serve; None if it can. Raises WorkerError."""
+        """Return why a worker that has loaded the model cannot serve; None if it can. Raises WorkerError.
+
+        Adapters may be loaded while the worker is asked about others. So it is asked until none is left, and the caller
+        must hand it over without an `await` in between.
+        """
         if (why := _mismatch(ready, self._handler.first)) is not None:
             return "other_model", why
-        why = await adapter_refusal(worker, self._handler.adapters())
-        return None if why is None else ("other_adapters", why)
+        checked: set[LoraAdapter] = set()
+        while unchecked := [adapter for adapter in self._handler.adapters() if adapter not in checked]:
+            if (why := await adapter_refusal(worker, unchecked)) is not None:
+                return "other_adapters", why
+            checked.update(unchecked)
+        return None
 
 
 def _mismatch(ready: WorkerReady, first: WorkerReady | None) -> str | None:

@@ -37,13 +37,15 @@ class WorkerPool:
     def __init__(self, config: ServeConfig, count_refused: Callable[[JoinRefusal], None] = lambda _: None) -> None:
         """`count_refused` is called for each connection that does not become a worker."""
         self.is_draining = False  # no worker may join, unless one is needed
-        self.adapters: Callable[[], Collection[LoraAdapter]] = tuple  # of the server, now; set by the caller
+        self.loaded_adapters: Callable[[], Collection[LoraAdapter]] = tuple  # of the server, now; set by the caller
         self.first: WorkerReady | None = None  # set by the caller if the server starts workers itself
         self._config = config
         self._count_refused = count_refused
         self._load: LoadModel | None = None
         self._num_blocks: int | None = None
         self._idle: list[JoinedWorker] = []
+        self._given: list[JoinedWorker] = []  # those that serve, or will in a moment; lost ones may be among them
+        self._loading_adapters: list[LoraAdapter] = []  # checked on workers, and not among `adapters` yet
         self._has_idle = asyncio.Event()
         self._num_wanted = 0  # calls that wait for a worker
         self._listener: WorkerListener | None = None
@@ -121,19 +123,32 @@ class WorkerPool:
         if worker is None:
             return None
         self._idle.remove(worker)
+        self._given = [each for each in self._given if each.connection.loss is None] + [worker]
         log.info("worker %s serves from now on; %d more are ready", worker.connection.name, len(self._idle))
         return worker
 
-    async def check_adapter(self, adapter: LoraAdapter) -> None:
-        """Shut down the workers that wait here and cannot serve an adapter. They join again, and then are refused."""
-        for worker in list(self._idle):
-            try:
-                why = await adapter_refusal(worker.connection, [adapter])
-            except WorkerError:  # its loss is reported by itself
-                continue
-            if why is not None and worker in self._idle:
-                log.error("worker %s is not used: %s", worker.connection.name, why)
-                self._shut_down(worker)
+    async def check_adapter(self, adapter: LoraAdapter, checked: Collection[object] = ()) -> None:
+        """Let go of the workers that cannot serve an adapter. They join again, and then are refused.
+
+        The caller has asked the connections of `checked`, and adds the adapter to `loaded_adapters` without another
+        `await`. So no worker is left out, however far it is: one that joins meanwhile is asked by the listener.
+        """
+        self._loading_adapters.append(adapter)
+        try:
+            for worker in [*self._idle, *self._given]:
+                connection = worker.connection
+                if connection in checked:
+                    continue
+                try:
+                    why = await adapter_refusal(connection, [adapter])
+                except WorkerError:  # its loss is reported by itself
+                    continue
+                if why is not None and connection.loss is None:
+                    log.error("worker %s is not used: %s", connection.name, why)
+                    # It may serve by now. Then its sequences continue on other workers.
+                    connection.let_go()
+        finally:
+            self._loading_adapters.remove(adapter)
 
     # -- what the listener asks for -----------------------------------------------------------------------------------
 
@@ -147,6 +162,9 @@ class WorkerPool:
         if self.is_draining and not self._num_wanted:
             return "draining", "the server is draining: it ends when its requests are answered"
         return None
+
+    def adapters(self) -> Collection[LoraAdapter]:
+        return [*self.loaded_adapters(), *self._loading_adapters]
 
     def join_refused(self, reason: JoinRefusal) -> None:
         self._count_refused(reason)

@@ -79,10 +79,10 @@ PAID_SHARE = 1 / 64
 MAX_DEBT = 16.0
 # The drafts of one step add at most this to the debt. In a longer step something was compiled.
 MAX_COST = 4.0
-# The debt is at most this. A draft model's prompt may take as long as hundreds of steps, and without a bound one of them
-# would stop the trials of all others for 64 times as many steps. So a text that has become predictable waits at most
-# 64 · 64 steps for a trial, under a minute if a step takes 10 ms. It is four times what ends drafts, so that drafts
-# which end with most of their prompts not charged yet still pay for these.
+# The debt is at most this. A draft model's prompt may take as long as hundreds of steps, and without a bound, one of
+# them would stop the trials of all others for 64 times as many. With it, there are no trials for 64 · 64 steps, under a
+# minute if a step takes 10 ms, and some hundred in which the prompt is charged. It is four times what ends drafts:
+# those that end with most of their prompts not charged yet still pay for these.
 LARGEST_DEBT = 4 * MAX_DEBT
 
 

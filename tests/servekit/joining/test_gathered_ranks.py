@@ -203,14 +203,18 @@ async def test_the_loss_of_one_rank_is_the_loss_of_the_worker_and_ends_all_conne
         await ranks[0].wait_ended()
 
 
-async def test_the_worker_leaves_when_one_rank_wants_to() -> None:
+@pytest.mark.parametrize("is_let_go", [False, True])
+async def test_the_worker_leaves_when_one_rank_wants_to_or_the_server_lets_it_go(is_let_go: bool) -> None:
     handler, leaving = make_handler(), list[int]()
     async with listening(handler) as listener:
         ranks = [await join(listener, rank) for rank in range(2)]
         executor = ModelExecutor(ServeConfig(), lambda: None, on_leaving=lambda: leaving.append(1))
         await serve_group(handler, ranks, executor)
         assert not executor.is_leaving
-        for rank in ranks:
+        if is_let_go:
+            assert executor.worker is not None
+            executor.worker.let_go()
+        for rank in () if is_let_go else ranks:
             rank.send(Leaving())
         async with asyncio.timeout(ENOUGH_S):
             while not leaving:  # noqa: ASYNC110

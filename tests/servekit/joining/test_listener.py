@@ -317,6 +317,24 @@ async def test_a_worker_without_an_adapter_is_refused_and_told_which(answer: Ada
         assert handler.joined.empty() and handler.refusals == ["other_adapters"]
 
 
+async def test_a_worker_is_also_asked_about_the_adapters_that_are_loaded_while_it_is_asked() -> None:
+    handler = RecordingHandler()
+    handler.needed = ADAPTERS[:1]
+    async with listening(handler) as listener:
+        worker = await StandInWorker.join(listener.address)
+        await worker.receive()
+        worker.send(READY)
+        assert await worker.receive() == LoadAdapter(ADAPTERS[0])
+        handler.needed = ADAPTERS
+        worker.send(AdapterLoaded("", ADAPTERS[0].fingerprint, 8))
+        assert await worker.receive() == LoadAdapter(ADAPTERS[1])
+        worker.send(AdapterLoaded("there is none"))
+        refused = await worker.receive()
+        assert isinstance(refused, Refused) and refused.reason == "other_adapters"
+        await worker.stream.end()
+        assert handler.joined.empty()
+
+
 async def test_strangers_do_not_hide_why_a_worker_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """The log of strangers is full; the refusals of workers with the key are logged nevertheless."""
     handler = RecordingHandler()

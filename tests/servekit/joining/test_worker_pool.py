@@ -90,6 +90,57 @@ async def test_a_worker_that_waits_and_lacks_a_new_adapter_is_shut_down_and_the_
     assert caplog.text.count("is not used: its files of the adapter 'a'") == 1
 
 
+@pytest.mark.parametrize("is_taken_first", [False, True])
+async def test_a_worker_that_begins_to_serve_while_an_adapter_is_loaded_is_asked_too_and_leaves_if_it_lacks_it(
+    is_taken_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is taken before it is asked, or while it is."""
+    adapter = LoraAdapter(1, "/adapters/a", "f" * 32, "a")
+    async with pooling(tmp_path) as pool:
+        worker, _ = await pool.join()
+        await pool.wait_for_idle(1)
+        taken = await pool.pool.next_worker() if is_taken_first else None
+        checking = asyncio.create_task(pool.pool.check_adapter(adapter))
+        assert await worker.receive() == LoadAdapter(adapter)
+        taken = taken or await pool.pool.next_worker()
+        left = asyncio.Event()
+        taken.connection.on_leaving = left.set  # as the executor sets it
+        worker.send(AdapterLoaded("there is none"))
+        await checking
+        assert left.is_set() and taken.connection.is_leaving
+        await asyncio.gather(taken.connection.end(), worker.stream.end())
+    assert caplog.text.count("is not used: it cannot serve the adapter 'a' (--lora): there is none") == 1
+
+
+async def test_a_worker_that_the_caller_has_asked_is_not_asked_again(tmp_path: Path) -> None:
+    async with pooling(tmp_path) as pool:
+        await pool.join()
+        worker = await pool.pool.next_worker()
+        async with asyncio.timeout(ENOUGH_S):
+            await pool.pool.check_adapter(LoraAdapter(1, "/adapters/a", "f" * 32, "a"), [worker.connection])
+        await asyncio.gather(worker.connection.end(), close_all())
+
+
+async def test_a_worker_that_becomes_ready_while_an_adapter_is_loaded_is_asked_about_it(tmp_path: Path) -> None:
+    """Another worker is being asked, so the adapter is not loaded yet."""
+    adapter = LoraAdapter(1, "/adapters/a", "f" * 32, "a")
+    async with pooling(tmp_path) as pool:
+        first, _ = await pool.join()
+        await pool.wait_for_idle(1)
+        checking = asyncio.create_task(pool.pool.check_adapter(adapter))
+        assert await first.receive() == LoadAdapter(adapter)
+        second, _ = await pool.join()
+        assert await second.receive() == LoadAdapter(adapter)
+        second.send(AdapterLoaded("there is none"))
+        refused = await second.receive()
+        assert isinstance(refused, Refused) and refused.reason == "other_adapters"
+        first.send(AdapterLoaded("", adapter.fingerprint, 8))
+        await checking
+        assert not pool.pool.adapters(), "the registry has it from now on"
+        await second.stream.end()
+        await pool.wait_for_idle(1)
+
+
 async def test_a_worker_that_is_lost_while_it_waits_is_not_given(tmp_path: Path) -> None:
     async with pooling(tmp_path) as pool:
         lost, _ = await pool.join()
