@@ -7,6 +7,7 @@ refused with a message, and never ignored; only whether long inputs are cut is d
 from __future__ import annotations
 
 import binascii
+import math
 import sys
 from array import array
 from base64 import b64decode
@@ -15,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from servekit.errors import InvalidRequest, RemoteFailed
 from servekit.protocol.prediction import PredictorKind
@@ -36,7 +37,7 @@ class RemotePart(Struct, frozen=True):
 
 class _Embedding(Struct):
     index: int
-    embedding: str | list[float]
+    embedding: Raw
 
 
 class _Usage(Struct):
@@ -50,7 +51,7 @@ class _Embeddings(Struct):
 
 class _Result(Struct):
     index: int
-    relevance_score: float
+    relevance_score: Raw
 
 
 class _Results(Struct):
@@ -60,7 +61,7 @@ class _Results(Struct):
 
 class _Rank(Struct):
     index: int
-    score: float
+    score: Raw
 
 
 def check_supported(request: PredictionRequest, kind: PredictorKind, model: str, dialect: PredictorDialect) -> None:
@@ -149,29 +150,40 @@ def _given(fields: Json) -> Json:
 
 def read_answer(
     body: bytes | bytearray, part: RemotePart, kind: PredictorKind, dialect: PredictorDialect
-) -> tuple[list[bytes], int]:
-    """Return 32-bit floats for each input, and the tokens that the server has counted; 0 if it tells none.
+) -> tuple[list[Raw], int]:
+    """Return a value for each input, and the tokens that the server has counted; 0 if it tells none.
 
-    Raises RemoteFailed.
+    The values are not read yet, which takes longest: `read_result` reads one. Raises RemoteFailed.
     """
     answer: Any
     num_tokens = 0
     if dialect == "tei":
-        of_kind: Any = list[list[float]] if kind is PredictorKind.EMBED else list[_Rank]
+        of_kind: Any = list[Raw] if kind is PredictorKind.EMBED else list[_Rank]
         answer = _read(body, of_kind)
-        values = answer if kind is PredictorKind.EMBED else _ordered({each.index: [each.score] for each in answer})
+        values = answer if kind is PredictorKind.EMBED else _ordered({each.index: each.score for each in answer})
     else:
         answer = _read(body, _Embeddings if kind is PredictorKind.EMBED else _Results)
         num_tokens = 0 if answer.usage is None else max(0, answer.usage.total_tokens)
         if kind is PredictorKind.EMBED:
             values = _ordered({each.index: each.embedding for each in answer.data})
         else:
-            values = _ordered({each.index: [each.relevance_score] for each in answer.results})
-    results = [_packed(each) for each in values]
-    if len(results) != part.num_inputs:
+            values = _ordered({each.index: each.relevance_score for each in answer.results})
+    if len(values) != part.num_inputs:
         raise RemoteFailed(
-            f"the model's server sent an invalid answer: {len(results)} results for {part.num_inputs} inputs"
+            f"the model's server sent an invalid answer: {len(values)} results for {part.num_inputs} inputs"
         )
+    return values, num_tokens
+
+
+def read_result(value: Raw, kind: PredictorKind) -> bytes:
+    """Return the 32-bit floats of one input. Raises RemoteFailed."""
+    if kind is PredictorKind.EMBED:
+        return _packed(_read(value, str | list[float]))
+    return _packed([_read(value, float)])
+
+
+def check_lengths(results: Sequence[bytes]) -> None:
+    """Raise RemoteFailed if the results of a request have different lengths, or none."""
     lengths = {len(each) // 4 for each in results}
     if len(lengths) > 1 or 0 in lengths:
         numbers = ", ".join(map(str, sorted(lengths)[:5]))
@@ -179,7 +191,6 @@ def read_answer(
             f"the model's server sent an invalid answer: its results have {numbers} numbers; they must have the same "
             "number, and at least one"
         )
-    return results, num_tokens
 
 
 def _ordered(by_index: dict[int, Any]) -> list[Any]:
@@ -192,17 +203,17 @@ def _ordered(by_index: dict[int, Any]) -> list[Any]:
 def _packed(values: str | list[float]) -> bytes:
     """Return numbers as 32-bit floats of this machine. Base64 has the lowest byte first. Raises RemoteFailed."""
     try:
-        if not isinstance(values, str):
-            return array("f", values).tobytes()
-        numbers = array("f", b64decode(values, validate=True))
+        numbers = array("f", b64decode(values, validate=True) if isinstance(values, str) else values)
     except (binascii.Error, ValueError, OverflowError) as error:
         raise RemoteFailed(f"the model's server sent an invalid embedding: {str(error)[:200]}") from None
-    if sys.byteorder == "big":
+    if isinstance(values, str) and sys.byteorder == "big":
         numbers.byteswap()
+    if not math.isfinite(sum(numbers)):  # of 64 bits: finite numbers of 32 bits do not add up to inf
+        raise RemoteFailed("the model's server sent an invalid answer: some of its numbers are not finite")
     return numbers.tobytes()
 
 
-def _read(body: bytes | bytearray, kind: Any) -> Any:
+def _read(body: bytes | bytearray | Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -32,7 +32,14 @@ from servekit.observability.metrics import ModelMetrics
 from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
 from servekit.remote.circuit_breaker import Outcome
 from servekit.remote.failure import Failure
-from servekit.remote.prediction_format import RemotePart, check_supported, read_answer, write_requests
+from servekit.remote.prediction_format import (
+    RemotePart,
+    check_lengths,
+    check_supported,
+    read_answer,
+    read_result,
+    write_requests,
+)
 from servekit.remote.remote_model import RemoteModel
 from servekit.remote.sender import Attempt
 from servekit.remote.server_client import read_up_to
@@ -42,6 +49,7 @@ from servekit.requests.prediction import PredictionRequest
 log = logging.getLogger("servekit")
 
 MAX_ANSWER_BYTES = 2**24  # of one request to the server
+BYTES_PER_SLICE = 2**16  # of an answer, whose numbers are read without a pause; that takes less than a millisecond
 UNKNOWN_LENGTH = 2**20  # tokens: the server knows how long an input may be
 ASSUMED_DIMENSIONS = 4096  # of an embedding, until one has come: for the memory of answers
 CHARACTERS_PER_TOKEN = 4  # of texts, estimated
@@ -224,15 +232,24 @@ class RemotePredictor(RemoteModel):
                 "timeout",
             ) from None
         if len(answer) > MAX_ANSWER_BYTES:
-            raise RemoteFailed(
+            error = RemoteFailed(
                 f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes; the operator can lower "
                 "max_batch_size in the model file"
             )
-        found = read_answer(answer, part, self._kind, self.settings.dialect)
+            raise Failure(error, "failed", Outcome.ANSWERED)  # the server works: others' requests must not suffer
+        values, num_tokens = read_answer(answer, part, self._kind, self.settings.dialect)
+        results, num_bytes = [], 0
+        for value in values:
+            results.append(read_result(value, self._kind))
+            num_bytes += len(value)
+            if num_bytes > BYTES_PER_SLICE:
+                await asyncio.sleep(0)
+                num_bytes = 0
+        check_lengths(results)
         attempt.report(Outcome.ANSWERED, "answered")
         if self._kind is PredictorKind.EMBED and "dimensions" not in part.fields:
-            self.model = replace(self.model, dimensions=len(found[0][0]) // 4)
-        return found
+            self.model = replace(self.model, dimensions=len(results[0]) // 4)
+        return results, num_tokens
 
 
 def _estimated_tokens(value: object) -> int:

@@ -273,7 +273,8 @@ class TritonEngine(RemoteModel):
                 failure.outcome = Outcome.ANSWERED
             raise
         if len(answer) > MAX_ANSWER_BYTES:
-            raise RemoteFailed(f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+            error = RemoteFailed(f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+            raise Failure(error, "failed", Outcome.ANSWERED)  # the server works: others' requests must not suffer
         if len(answer) > MAX_INLINE_BYTES:
             return _Undecoded(answer, attempt.hand_over())
         outputs = read_answer(answer)

@@ -61,7 +61,10 @@ async def compute(
         if account is not None:
             await account.reserve(len(wanted.inputs), 0, state.num_tokens)
             account.charge_tokens(state.num_tokens)
-        return state, await unless_disconnected(request, _results(state))
+        num_estimated, results = state.num_tokens, await unless_disconnected(request, _results(state))
+        if account is not None:  # another server may have counted more than were estimated here
+            account.charge_tokens(max(num_estimated, state.num_tokens))
+        return state, results
     finally:
         state.abort()
 

@@ -11,7 +11,14 @@ import pytest
 
 from servekit.errors import InvalidRequest, RemoteFailed
 from servekit.protocol.prediction import PredictorKind
-from servekit.remote.prediction_format import RemotePart, check_supported, read_answer, write_requests
+from servekit.remote.prediction_format import (
+    RemotePart,
+    check_lengths,
+    check_supported,
+    read_answer,
+    read_result,
+    write_requests,
+)
 from servekit.remote.settings import PredictorDialect
 from servekit.requests.prediction import PredictionRequest
 
@@ -99,7 +106,10 @@ def read(
     body: Any, num_inputs: int, kind: PredictorKind, dialect: PredictorDialect = "openai"
 ) -> tuple[list[bytes], int]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return read_answer(data, RemotePart("/x", {}, 0, num_inputs), kind, dialect)
+    values, num_tokens = read_answer(data, RemotePart("/x", {}, 0, num_inputs), kind, dialect)
+    results = [read_result(value, kind) for value in values]
+    check_lengths(results)
+    return results, num_tokens
 
 
 def test_embeddings_are_read_as_base64_and_as_numbers_whatever_their_order() -> None:
@@ -131,8 +141,30 @@ def test_scores_are_read_by_the_index_of_their_document() -> None:
         {"data": [{"index": 0, "embedding": "AAAA"}, {"index": 1, "embedding": "AAAA"}]},  # not whole numbers
         {"data": [{"index": 0, "embedding": "?"}, {"index": 1, "embedding": "?"}]},
         {"data": [{"index": 0, "embedding": [None]}, {"index": 1, "embedding": [1.0]}]},
+        {"data": [{"index": 0, "embedding": [1e39]}, {"index": 1, "embedding": [1.0]}]},
+        {"data": [{"index": 0, "embedding": [1e39, -1e39]}, {"index": 1, "embedding": [1.0, 2.0]}]},
+        {"data": [{"index": 0, "embedding": "AADAfw=="}, {"index": 1, "embedding": [1.0]}]},  # NaN
+        {"data": [{"index": 0, "embedding": "AACAfw=="}, {"index": 1, "embedding": [1.0]}]},  # inf
+        {"data": [{"index": 0, "embedding": 1.0}, {"index": 1, "embedding": 1.0}]},
     ],
 )
 def test_an_answer_that_does_not_fit_its_request_is_no_answer(body: Any) -> None:
     with pytest.raises(RemoteFailed, match="the model's server sent an invalid"):
         read(body, 2, EMBED)
+
+
+def test_largest_numbers_are_finite() -> None:
+    largest = 3.4028234e38
+    assert read([[largest] * 1000], 1, EMBED, "tei") == ([packed(*[largest] * 1000)], 0)
+
+
+@pytest.mark.parametrize("score", [b"1e39", b'"AAAA"', b"[0.5]"])
+def test_score_that_is_no_finite_number_is_no_answer(score: bytes) -> None:
+    with pytest.raises(RemoteFailed, match="the model's server sent an invalid"):
+        read(b'[{"index": 0, "score": %s}]' % score, 1, RERANK, "tei")
+
+
+def test_base64_has_the_lowest_byte_first_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    base64 = b64encode(packed(0.25)[::-1]).decode()
+    assert read({"data": [{"index": 0, "embedding": base64}]}, 1, EMBED) == ([packed(0.25)], 0)

@@ -15,16 +15,18 @@ from prometheus_client import generate_latest
 from starlette.applications import Starlette
 
 from servekit.api.app import create_app
+from servekit.api.auth.keys import parse_keys_file
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
 from servekit.errors import DeadlineExceeded, InvalidRequest, QueueFull, RemoteFailed, RemoteTimeout, RemoteUnavailable
 from servekit.models.model_file import parse_model_file
 from servekit.models.read_file import with_kinds
 from servekit.models.several_models import SeveralModels
+from servekit.remote import remote_predictor
 from servekit.remote.remote_predictor import RemotePredictor
 from servekit.remote.settings import PredictorServerSettings
 from servekit.requests.prediction import PredictionRequest
-from tests.support.asgi import Answer, ask
+from tests.support.asgi import Answer, ask, bearer
 from tests.support.scripted_server import Script, ScriptedServer, scripted_server
 
 EMBED, RERANK, TEI = "/v1/embeddings", "/v1/rerank", "/rerank"
@@ -50,8 +52,7 @@ def remote() -> Iterator[ScriptedServer]:
         yield server
 
 
-@pytest.fixture
-async def app(remote: ScriptedServer) -> AsyncIterator[Starlette]:
+def models_of(remote: ScriptedServer, **settings: Any) -> SeveralModels:
     toml = f"""
     [[model]]
     id = "vectors"
@@ -69,9 +70,14 @@ async def app(remote: ScriptedServer) -> AsyncIterator[Starlette]:
     model = "there"
     remote = {{ url = "{remote.url}", dialect = "tei" }}
     """
-    config = ServeConfig(models="models.toml")
+    config = ServeConfig(models="models.toml", **settings)
     file = with_kinds(parse_model_file(toml.encode(), "models.toml", config, "cpu"), "models.toml")
-    manager = SeveralModels(config, file)
+    return SeveralModels(config, file)
+
+
+@pytest.fixture
+async def app(remote: ScriptedServer) -> AsyncIterator[Starlette]:
+    manager = models_of(remote)
     await manager.start()
     yield create_app(manager)
     await manager.stop()
@@ -82,13 +88,13 @@ async def post(app: Starlette, path: str, **fields: Any) -> Answer:
 
 
 async def test_embeddings_of_another_server_have_this_servers_form(app: Starlette, remote: ScriptedServer) -> None:
-    remote.scripts[EMBED] = [embeddings(0.5, 0.25), embeddings(0.125)]
-    answer = json.loads((await post(app, "/v1/embeddings", model="vectors", input=["a", "b", "c"])).body)
+    remote.scripts[EMBED] = [embeddings(0.5, 0.25), embeddings(0.125, 1.0)]
+    answer = json.loads((await post(app, "/v1/embeddings", model="vectors", input=["a", "b", "c", "d"])).body)
     got = sorted(each["embedding"][0] for each in answer["data"])  # which request came first is not known
-    assert got == [0.125, 0.25, 0.5] and [each["index"] for each in answer["data"]] == [0, 1, 2]
+    assert got == [0.125, 0.25, 0.5, 1.0] and [each["index"] for each in answer["data"]] == [0, 1, 2, 3]
     assert (answer["model"], answer["usage"]) == ("vectors", {"prompt_tokens": 6, "total_tokens": 6})
     sent = [body for path, body in remote.asked if path == EMBED]
-    assert sorted(len(body["input"]) for body in sent) == [1, 2] and sent[0]["model"] == "there"
+    assert sorted(body["input"] for body in sent) == [["a", "b"], ["c", "d"]] and sent[0]["model"] == "there"
 
 
 async def test_documents_are_ordered_by_the_scores_of_another_server(app: Starlette, remote: ScriptedServer) -> None:
@@ -222,3 +228,56 @@ async def test_requests_that_wait_for_a_connection_are_bounded(remote: ScriptedS
         await engine.submit(TWO, Caller(max_answers=1))
     hold.set()
     assert await first.results() == await second.results() == [packed(0.5, 1.0)]
+
+
+async def test_answer_that_is_too_long_is_no_failure_of_the_server(
+    remote: ScriptedServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tenant's large batches must not open the breaker for all."""
+    monkeypatch.setattr("servekit.remote.remote_predictor.MAX_ANSWER_BYTES", 50)
+    remote.scripts[EMBED] = [embeddings(0.5, 0.25)]
+    engine = await start(remote, failures_to_open=1)
+    for _ in range(2):
+        with pytest.raises(RemoteFailed, match="more than 50 bytes; the operator can lower max_batch_size"):
+            await results(engine)
+
+
+async def test_event_loop_runs_while_a_large_answer_is_read(
+    remote: ScriptedServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_steps, num_steps_at = 0, []
+    read = remote_predictor.read_result
+
+    def counting(value: Any, kind: Any) -> bytes:
+        num_steps_at.append(num_steps)
+        return read(value, kind)
+
+    async def step() -> None:
+        nonlocal num_steps
+        while True:
+            num_steps += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(remote_predictor, "read_result", counting)
+    data = [{"index": index, "embedding": [float(index)] * 20_000} for index in range(4)]
+    remote.scripts[EMBED] = [[json.dumps({"data": data}).encode()]]
+    engine = await start(remote)
+    stepping = asyncio.create_task(step())
+    assert await results(engine, PredictionRequest(inputs=["a"] * 4, param="input")) == [
+        packed(*[float(index)] * 20_000) for index in range(4)
+    ]
+    stepping.cancel()
+    assert len(set(num_steps_at)) == 4
+
+
+async def test_tokens_that_the_server_counts_beyond_the_estimate_are_charged(remote: ScriptedServer) -> None:
+    """And those of the estimate, here 100, if it counts fewer."""
+    keys = parse_keys_file(b'[[key]]\nkey = "one"\ntenant = "t"\ntokens_per_minute = 1000\n', "keys.toml")
+    manager = models_of(remote, api_keys_file="keys.toml")
+    await manager.start()
+    app = create_app(manager, keys)
+    for num_counted, status in ((950, 200), (1, 200), (1, 429)):
+        remote.scripts[EMBED] = [embeddings(0.5, num_tokens=num_counted)]
+        body = json.dumps({"model": "vectors", "input": "a" * 400}).encode()
+        assert (await ask(app, "POST", "/v1/embeddings", bearer("one"), body=body)).status == status
+    await manager.stop()
