@@ -125,8 +125,8 @@ def main() -> None:
             f"conversations of {arguments.tokens} tokens, medians of {arguments.rounds} rounds, on "
             f"{datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
             "",
-            "| a returning conversation that has waited | first token after its turn has come, ms: files in the page "
-            "cache | files on the disk |",
+            "| a returning conversation that has waited | files in the page cache: first token, ms | "
+            "files on the disk: first token, ms |",
             "|---|---:|---:|",
             *(f"| {side} | {medians_ms[side, False]:.1f} | {medians_ms[side, True]:.1f} |" for side in SIDES),
             "",

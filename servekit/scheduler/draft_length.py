@@ -63,7 +63,7 @@ NUM_FIRST_TRIALS = 3
 # Drafts begin only if they are expected to be faster by this factor. Beginning and ending again and again costs the
 # most, because each time a draft model has to compute the tokens that it has left out.
 MIN_GAIN_TO_BEGIN = 1.2
-# Times are means of steps that vary. The best of several estimates is mostly one that is too good, the more so the more
+# Times are means of steps that vary. The largest of several noisy estimates is biased upwards, the more so the more
 # steps vary. So drafts begin only if they are also expected to be faster by this many standard errors of the measured
 # times, and they end only if they are expected to be slower by as many.
 NUM_ERRORS = 0.5

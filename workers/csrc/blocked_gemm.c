@@ -14,7 +14,7 @@
 
    Compact panels hold the same weights in fewer bytes, see compact_panels.h. Each tile decodes its panel while it
    multiplies. The processor has units for that which multiplications do not use, so for many rows it takes some 2 % more
-   time; to keep a decoded panel for the next tile takes more, because a store waits for the line that it writes.
+   time; to keep a decoded panel for the next tile takes more, because a store allocates a cache line (write-allocate).
 
    An output is the sum of its products in their order, for any number of rows and threads, and in both layouts. */
 

@@ -1,7 +1,7 @@
 """The layers of a decoder in one call of C, on a CPU: all for steps of few tokens, and all but the last for others.
 
 Between two calls, Python takes longer than an OpenMP thread spins before it sleeps, and to wake a thread takes longer
-than to multiply by few rows, or than to norm those of a prompt.
+than to multiply by few rows, or than to compute the norm of a few tokens.
 """
 
 from __future__ import annotations
