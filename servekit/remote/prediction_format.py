@@ -67,22 +67,24 @@ class _Rank(Struct):
 def check_supported(request: PredictionRequest, kind: PredictorKind, model: str, dialect: PredictorDialect) -> None:
     """Raise InvalidRequest for what the server of a remote model is not known to support. `model` is its name here."""
     is_tei = dialect == "tei"
+    # Both are vLLM's truncate_prompt_tokens. POST /score has it under that name, and POST /rerank under another one.
+    cut = "max_tokens_per_doc" if request.param in ("documents", "texts") else "truncate_prompt_tokens"
     refused = {
         "prompt_name": request.prompt_name is not None and not is_tei,
-        # vLLM's truncate_prompt_tokens; in bodies of rerankers it is max_tokens_per_doc
-        "truncate_prompt_tokens": request.max_tokens is not None and dialect != "vllm",
+        cut: request.max_tokens is not None and dialect != "vllm",
         "raw_scores": request.raw_scores and dialect == "openai",
     }
     for name, is_wanted in refused.items():
         if is_wanted:
             raise InvalidRequest(
-                f"the model {model!r} runs on another server, which is not known to support {name}; leave it out",
+                f"the model {model!r} runs on another server, whose dialect {dialect!r} does not have the field "
+                f"{name}; leave it out",
                 param=name,
                 code="not_supported",
             )
     if kind is PredictorKind.EMBED and is_tei and not isinstance(request.inputs[0], str):
         raise InvalidRequest(
-            f"the model {model!r} runs on another server, which takes no token ids; send texts",
+            f"the model {model!r} runs on another server, whose dialect {dialect!r} takes no token ids; send texts",
             param=request.param,
             code="not_supported",
         )

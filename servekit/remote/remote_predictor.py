@@ -137,8 +137,8 @@ class RemotePredictor(RemoteModel):
         live.num_places = len(parts)
         self._live.add(live)
         self.metrics.predictions.admitted(live.num_inputs, live.num_tokens)
-        deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
-        live.task = asyncio.create_task(self._run(live, parts, deadline_s), name="servekit remote prediction")
+        running = self._run(live, parts, request.deadline_ms)
+        live.task = asyncio.create_task(running, name="servekit remote prediction")
         live.task.add_done_callback(lambda _: self._end(live, started_s))  # also if it is cancelled before it began
         return live
 
@@ -174,8 +174,9 @@ class RemotePredictor(RemoteModel):
 
     # -- the exchange with the server ---------------------------------------------------------------------------------
 
-    async def _run(self, live: _RunningRequest, parts: list[RemotePart], deadline_s: float | None) -> None:
+    async def _run(self, live: _RunningRequest, parts: list[RemotePart], deadline_ms: int | None) -> None:
         """Send all parts of a request, and report the first failure."""
+        deadline_s = None if deadline_ms is None else deadline_ms / 1e3
         try:
             async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
                 for part in parts:
@@ -183,7 +184,11 @@ class RemotePredictor(RemoteModel):
             live.outcome = "computed"
         except TimeoutError:
             live.outcome = "expired"
-            live.fail(DeadlineExceeded("the deadline passed before the model's server had answered (deadline_ms)"))
+            live.fail(
+                DeadlineExceeded(
+                    f"the deadline passed before the model's server had answered (deadline_ms {deadline_ms})"
+                )
+            )
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             if not isinstance(first, ServekitError):
@@ -196,8 +201,11 @@ class RemotePredictor(RemoteModel):
         """Wait for a connection, and send one request."""
         try:
             body = msgspec.json.encode(part.fields, enc_hook=array.tolist)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the request cannot be sent to the model's server: {str(error)[:200]}") from None
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "the request cannot be sent to the model's server: a text has characters that are not valid Unicode "
+                "(surrogates); remove them"
+            ) from None
 
         async def exchange(attempt: Attempt) -> None:
             results, num_tokens = await self._exchange(attempt, part, body, live.caller.request_id)
@@ -234,7 +242,7 @@ class RemotePredictor(RemoteModel):
         if len(answer) > MAX_ANSWER_BYTES:
             error = RemoteFailed(
                 f"the model's server sent an answer of more than {MAX_ANSWER_BYTES} bytes; the operator can lower "
-                "max_batch_size in the model file"
+                f"max_batch_size ({self.settings.max_batch_size}) in the model file"
             )
             raise Failure(error, "failed", Outcome.ANSWERED)  # the server works: others' requests must not suffer
         values, num_tokens = read_answer(answer, part, self._kind, self.settings.dialect)

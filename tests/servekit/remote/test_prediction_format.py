@@ -89,6 +89,23 @@ def test_what_the_server_may_not_support_is_refused(
     with pytest.raises(InvalidRequest, match="runs on another server") as caught:
         check_supported(request_, kind, "here", dialect)
     assert (caught.value.param, caught.value.answer_code) == (param, "not_supported")
+    assert f"dialect '{dialect}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("param", "field"),
+    [
+        ("documents", "max_tokens_per_doc"),
+        ("texts", "max_tokens_per_doc"),
+        ("text_2", "truncate_prompt_tokens"),  # POST /score
+        ("input", "truncate_prompt_tokens"),
+    ],
+)
+def test_a_refused_limit_of_tokens_has_the_name_that_the_client_gave_it(param: str, field: str) -> None:
+    request = PredictionRequest(inputs=[("q", "a")], param=param, truncates=True, max_tokens=5)
+    with pytest.raises(InvalidRequest, match=f"'openai' does not have the field {field}; leave it out") as caught:
+        check_supported(request, RERANK, "here", "openai")
+    assert caught.value.param == field
 
 
 def test_token_ids_pass_through_to_servers_that_take_them() -> None:

@@ -197,7 +197,7 @@ async def test_deadlines_timeouts_and_clients_that_leave_end_the_request(remote:
     never = threading.Event()
     remote.scripts[EMBED] = [[never, b"{}"]]
     engine = await start(remote, answer_timeout=0.2, max_retries=0)
-    with pytest.raises(DeadlineExceeded, match="deadline_ms"):
+    with pytest.raises(DeadlineExceeded, match="deadline_ms 30"):
         await results(engine, PredictionRequest(inputs=["a"], param="input", deadline_ms=30))
     with pytest.raises(RemoteTimeout, match=r"did not answer within 0\.2 s"):
         await results(engine, PredictionRequest(inputs=["a"], param="input"))
@@ -238,8 +238,16 @@ async def test_answer_that_is_too_long_is_no_failure_of_the_server(
     remote.scripts[EMBED] = [embeddings(0.5, 0.25)]
     engine = await start(remote, failures_to_open=1)
     for _ in range(2):
-        with pytest.raises(RemoteFailed, match="more than 50 bytes; the operator can lower max_batch_size"):
+        with pytest.raises(RemoteFailed, match=r"more than 50 bytes; the operator can lower max_batch_size \([0-9]+\)"):
             await results(engine)
+
+
+async def test_text_that_is_not_valid_unicode_is_refused_and_the_message_says_what_to_do(
+    remote: ScriptedServer, start: Start
+) -> None:
+    engine = await start(remote)
+    with pytest.raises(InvalidRequest, match=r"not valid Unicode \(surrogates\); remove them"):
+        await results(engine, PredictionRequest(inputs=["a\ud800"], param="input"))
 
 
 async def test_event_loop_runs_while_a_large_answer_is_read(

@@ -16,7 +16,7 @@ from tests.support.inprocess import InProcessEngine
 from tests.support.process_groups import run_together
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.workers.parallel.rank_process import Served, logprobs_of, run_rank
-from tests.workers.parallel.unlike_rank_process import Computed, run_unlike_rank
+from tests.workers.parallel.rank_without_kernels_process import Computed, run_rank_without_kernels
 from tests.workers.test_token_identity import make_prompts, prepared
 
 pytestmark = pytest.mark.long  # thousands of messages between processes, which may have to share two cores
@@ -120,7 +120,7 @@ def test_ranks_make_the_same_plans_with_sets_in_different_orders(tmp_path: Path)
 def test_ranks_agree_on_fused_layers_where_one_machine_cannot_have_them(tmp_path: Path, missing: str) -> None:
     """If one rank did not take part in the decision, the other one would wait for it."""
     loaded, _ = prepared("llama_wide")
-    run_ranks(run_unlike_rank, 2, str(tmp_path), str(loaded.model.name_or_path), missing, timeout_s=TIMEOUT_S)
+    run_ranks(run_rank_without_kernels, 2, str(tmp_path), str(loaded.model.name_or_path), missing, timeout_s=TIMEOUT_S)
     for rank in range(2):
         found = msgspec.msgpack.decode((tmp_path / f"rank-{rank}").read_bytes(), type=Computed)
         assert (found.decoder == "FusedDecoder") == (missing == "nothing")

@@ -1,4 +1,4 @@
-"""Two ranks on machines that are not alike: `run_unlike_rank` takes from one of them what it fuses layers with."""
+"""Two ranks, of which one lacks what layers are fused with: a compiler, or a data type that its kernels take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Computed(msgspec.Struct):
     logits: list[list[float]]
 
 
-def run_unlike_rank(rank: int, folder: str, directory: str, missing: str) -> None:
+def run_rank_without_kernels(rank: int, folder: str, directory: str, missing: str) -> None:
     """Load a model as one of two ranks, and write what was computed. The second one's machine lacks `missing`."""
     torch.set_num_threads(1)
     if rank == 1 and missing == "compiler":
