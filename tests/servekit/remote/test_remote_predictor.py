@@ -22,7 +22,7 @@ from servekit.errors import DeadlineExceeded, InvalidRequest, QueueFull, RemoteF
 from servekit.models.model_file import parse_model_file
 from servekit.models.read_file import with_kinds
 from servekit.models.several_models import SeveralModels
-from servekit.remote import remote_predictor
+from servekit.remote.prediction_format import read_result
 from servekit.remote.remote_predictor import RemotePredictor
 from servekit.remote.settings import PredictorServerSettings
 from servekit.requests.prediction import PredictionRequest
@@ -254,11 +254,10 @@ async def test_event_loop_runs_while_a_large_answer_is_read(
     remote: ScriptedServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_steps, num_steps_at = 0, []
-    read = remote_predictor.read_result
 
     def counting(value: Any, kind: Any) -> bytes:
         num_steps_at.append(num_steps)
-        return read(value, kind)
+        return read_result(value, kind)
 
     async def step() -> None:
         nonlocal num_steps
@@ -266,7 +265,7 @@ async def test_event_loop_runs_while_a_large_answer_is_read(
             num_steps += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(remote_predictor, "read_result", counting)
+    monkeypatch.setattr("servekit.remote.remote_predictor.read_result", counting)
     data = [{"index": index, "embedding": [float(index)] * 20_000} for index in range(4)]
     remote.scripts[EMBED] = [[json.dumps({"data": data}).encode()]]
     engine = await start(remote)
