@@ -79,10 +79,10 @@ class ModelUse:
 class ManagedModel:
     """One model of several: its engine while it is loaded, and the requests that wait for it."""
 
-    def __init__(self, manager: SeveralModels, spec: ModelSpec) -> None:
+    def __init__(self, models: SeveralModels, spec: ModelSpec) -> None:
         self.spec = spec
         self.metrics = ModelMetrics(spec.config)
-        residency = manager.residency
+        residency = models.residency
         self.loads = LoadMetrics(
             self.metrics,
             lambda: self.load_state,
@@ -98,7 +98,7 @@ class ManagedModel:
         self.waiting: dict[asyncio.Future[ModelUse], str | None] = {}  # in order; their tenants, None of operators
         self.places = SharedBudget(spec.config.max_num_queued_reqs)  # of requests that wait, operators' calls left out
         self.measured_bytes: int | None = None  # memory of one worker when the model was last loaded
-        self._manager = manager
+        self._models = models
 
     @property
     def name(self) -> str:
@@ -132,7 +132,7 @@ class ManagedModel:
     @property
     def load_state(self) -> State:
         """Whether it is loaded."""
-        return self._manager.residency.state(self.name)
+        return self._models.residency.state(self.name)
 
     @property
     def state(self) -> str:
@@ -158,7 +158,7 @@ class ManagedModel:
         return tenants is None or caller.tenant in tenants
 
     def now(self) -> float:
-        return self._manager.now()
+        return self._models.now()
 
     async def live_view(self) -> LiveView:
         if self.engine is not None:
@@ -173,20 +173,20 @@ class ManagedModel:
 
     def begin_use_by(self, tenant: str | None) -> ModelUse | None:
         """Use the model if it can be used at once. `tenant` is None for an operator."""
-        if self.engine is None or not self._manager.residency.begin_use(self.name, self.now(), tenant):
+        if self.engine is None or not self._models.residency.begin_use(self.name, self.now(), tenant):
             return None
         self.loads.waited("hot", 0.0)
         return ModelUse(self, self.engine, tenant)
 
     async def wait_for_use(self, caller: Caller) -> ModelUse:
-        return await self._manager.wait_for_use(self, caller)
+        return await self._models.wait_for_use(self, caller)
 
     def end_use(self, engine: ManagedEngine, tenant: str | None) -> None:
         """Note that a tenant's request does not use the model any more."""
         if engine is self.engine:  # not if this engine has failed in the meantime
-            self._manager.residency.end_use(self.name, self.now(), tenant)
-            if not self._manager.residency.is_settled:
-                self._manager.look()
+            self._models.residency.end_use(self.name, self.now(), tenant)
+            if not self._models.residency.is_settled:
+                self._models.look()
 
 
 class SeveralModels:

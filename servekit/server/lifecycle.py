@@ -145,9 +145,9 @@ def doubts_about_blocks(max_total_tokens: int, block_size: int) -> list[str]:
     ]
 
 
-def announce_models(manager: SeveralModels, url: str) -> None:
+def announce_models(models: SeveralModels, url: str) -> None:
     """Log that a server with several models is ready, and what they are."""
-    for model in manager.models:
+    for model in models.models:
         entry, config = model.spec.entry, model.config
         for doubt in doubts(config):
             log.warning("the model %s: %s", model.name, doubt)

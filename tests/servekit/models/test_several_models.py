@@ -61,13 +61,13 @@ def parsed(text: str = MODELS) -> ModelFile:
 
 
 @pytest.fixture
-def manager() -> SeveralModels:
+def models() -> SeveralModels:
     return SeveralModels(CONFIG, parsed())
 
 
 @pytest.fixture
-def app(manager: SeveralModels) -> Starlette:
-    return create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
+def app(models: SeveralModels) -> Starlette:
+    return create_app(models, parse_keys_file(KEYS.encode(), "keys.toml"))
 
 
 async def post(app: Starlette, path: str, key: str, **fields: Any) -> Answer:
@@ -114,17 +114,17 @@ async def test_only_admin_keys_manage_models(app: Starlette) -> None:
 
 
 async def test_alias_is_divided_anew_by_one_call_and_rolled_back_by_another(
-    app: Starlette, manager: SeveralModels
+    app: Starlette, models: SeveralModels
 ) -> None:
     callers = [Caller("law", request_id=f"r{number}") for number in range(50)]
     answer = await post(app, "/v1/aliases/canary", "of-operator", models={"open": 0, "secret": 1})
     assert answer.status == 200 and json.loads(answer.body)["aliases"]["canary"] == {"open": 0.0, "secret": 1.0}
-    assert {manager.find("canary", caller).name for caller in callers} == {"secret"}
+    assert {models.find("canary", caller).name for caller in callers} == {"secret"}
     await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1})
-    assert {manager.find("canary", caller).name for caller in callers} == {"open"}
-    for name, models in (("open", {"open": 1}), ("new", {"none": 1}), ("new", {"open": 0}), ("new", {"open": -1})):
-        assert (await post(app, f"/v1/aliases/{name}", "of-operator", models=models)).status == 400
-    assert "new" not in manager.divided()
+    assert {models.find("canary", caller).name for caller in callers} == {"open"}
+    for name, weights in (("open", {"open": 1}), ("new", {"none": 1}), ("new", {"open": 0}), ("new", {"open": -1})):
+        assert (await post(app, f"/v1/aliases/{name}", "of-operator", models=weights)).status == 400
+    assert "new" not in models.divided()
 
 
 async def test_rollback_keeps_what_requests_stay_at_their_model_by(app: Starlette) -> None:
@@ -140,35 +140,35 @@ async def test_rollback_keeps_what_requests_stay_at_their_model_by(app: Starlett
 
 
 async def test_operators_remove_an_alias() -> None:
-    manager = SeveralModels(CONFIG, parsed('default = "both"\n' + MODELS))
-    app = create_app(manager, parse_keys_file(KEYS.encode(), "keys.toml"))
+    models = SeveralModels(CONFIG, parsed('default = "both"\n' + MODELS))
+    app = create_app(models, parse_keys_file(KEYS.encode(), "keys.toml"))
     await post(app, "/v1/aliases/canary", "of-operator", models={"open": 1})
     assert (await ask(app, "DELETE", "/v1/aliases/canary", bearer("of-law"))).status == 403
     answer = await ask(app, "DELETE", "/v1/aliases/canary", bearer("of-operator"))
     assert answer.status == 200 and list(json.loads(answer.body)["aliases"]) == ["both"]
     with pytest.raises(ModelNotFound):
-        manager.find("canary", LAW)
+        models.find("canary", LAW)
     for name, status in (("canary", 404), ("open", 404), ("both", 400)):
         answer = await ask(app, "DELETE", f"/v1/aliases/{name}", bearer("of-operator"))
         assert answer.status == status, "it is gone, or the name of a model, or what requests without a name get"
     assert b"change its weights with POST /v1/aliases/both instead" in answer.body
-    manager.replace_file(parsed())
+    models.replace_file(parsed())
     assert (await ask(app, "DELETE", "/v1/aliases/both", bearer("of-operator"))).status == 200
 
 
 def test_key_keeps_its_model_and_anonymous_requests_are_divided_one_by_one() -> None:
-    manager = SeveralModels(CONFIG, parsed(MODELS.replace('tenants = ["law"]', "")))
+    models = SeveralModels(CONFIG, parsed(MODELS.replace('tenants = ["law"]', "")))
     for tenant in ("law", "search"):
-        names = {manager.find("both", Caller(tenant, request_id=str(number))).name for number in range(30)}
+        names = {models.find("both", Caller(tenant, request_id=str(number))).name for number in range(30)}
         assert len(names) == 1
-    assert len({manager.find("both", Caller(request_id=str(number))).name for number in range(30)}) == 2
+    assert len({models.find("both", Caller(request_id=str(number))).name for number in range(30)}) == 2
 
 
-def test_name_of_any_model_is_the_default_one(manager: SeveralModels) -> None:
+def test_name_of_any_model_is_the_default_one(models: SeveralModels) -> None:
     for name in (None, "", "dummy", "tgi", "open"):
-        assert manager.find(name, SEARCH).name == "open"
+        assert models.find(name, SEARCH).name == "open"
     with pytest.raises(ModelNotFound, match="This server has 'open', 'secret', 'hidden', 'both'"):
-        manager.find("OPEN", LAW)
+        models.find("OPEN", LAW)
 
 
 PACKED = """
@@ -201,23 +201,23 @@ async def test_what_is_loaded_is_what_the_packing_said(caplog: pytest.LogCapture
     file = parsed(PACKED)
     first, second = file.device_uses
     assert [[each.name for each in use.models] for use in (first, second)] == [["own"], ["a", "b", "kept"]]
-    manager = SeveralModels(CONFIG, file)
+    models = SeveralModels(CONFIG, file)
     with caplog.at_level("INFO", logger="servekit"):
-        await manager.start()
+        await models.start()
     try:
-        assert {model.name for model in manager.models if model.state == "ready"} == {"own", "kept"}
+        assert {model.name for model in models.models if model.state == "ready"} == {"own", "kept"}
         for use in (first, second):
-            assert manager.residency.free(use.device) == use.shared_bytes
+            assert models.residency.free(use.device) == use.shared_bytes
             assert all(line in caplog.messages for line in use.lines())
         for name in ("a", "b"):  # they take turns
-            loaded = await manager.load_model(name)
-            assert manager.residency.memory(name) == {"cuda:1": loaded.spec.workers.memory_bytes}  # type: ignore[union-attr]
+            loaded = await models.load_model(name)
+            assert models.residency.memory(name) == {"cuda:1": loaded.spec.workers.memory_bytes}  # type: ignore[union-attr]
         assert second.on_demand_bytes > (second.shared_bytes or 0)
-        assert {model.name for model in manager.models if model.state == "ready"} == {"own", "kept", "b"}
+        assert {model.name for model in models.models if model.state == "ready"} == {"own", "kept", "b"}
         with pytest.raises(InvalidRequest, match="stays loaded"):
-            manager.unload_model("own")
+            models.unload_model("own")
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_memory_that_a_worker_has_measured_takes_the_place_of_the_estimate() -> None:
@@ -228,17 +228,17 @@ async def test_memory_that_a_worker_has_measured_takes_the_place_of_the_estimate
     file = with_kinds(parse_model_file(text.encode(), "models.toml", CONFIG, "cpu", estimated_bytes), "models.toml")
     estimates = {spec.id: spec.memory["cpu"] for spec in file.models}
     assert estimates["secret"] == 1 and 4e8 < estimates["open"] < 5e8
-    manager = SeveralModels(CONFIG, file)
+    models = SeveralModels(CONFIG, file)
     try:
         for name in estimates:
-            await manager.load_model(name)
-        measured = manager.residency.memory("open")["cpu"]
+            await models.load_model(name)
+        measured = models.residency.memory("open")["cpu"]
         assert measured != estimates["open"] and 1e8 < measured < 2e9
-        assert manager.residency.memory("secret") == {"cpu": 1}, "what was declared stays"
-        manager.replace_file(file)
-        assert manager.residency.memory("open") == {"cpu": measured}, "the estimate is no news"
+        assert models.residency.memory("secret") == {"cpu": 1}, "what was declared stays"
+        models.replace_file(file)
+        assert models.residency.memory("open") == {"cpu": measured}, "the estimate is no news"
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 class Measuring:
@@ -295,32 +295,32 @@ async def test_model_that_takes_more_than_there_is_can_be_loaded_after_the_file_
     measuring: asyncio.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     measuring.set()
-    manager = SeveralModels(CONFIG, estimated())
+    models = SeveralModels(CONFIG, estimated())
     try:
-        await manager.load_model("a")
-        assert manager.residency.memory("a") == {"cuda:0": 100}
+        await models.load_model("a")
+        assert models.residency.memory("a") == {"cuda:0": 100}
         assert "takes 500 bytes of cuda:0, and only 100 of them are counted" in caplog.text
-        manager.replace_file(estimated())
-        manager.unload_model("a")
+        models.replace_file(estimated())
+        models.unload_model("a")
         await asyncio.sleep(0)
         async with asyncio.timeout(5):
-            await manager.load_model("a")
+            await models.load_model("a")
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_memory_of_a_load_during_which_the_file_was_read_again_is_not_noted(measuring: asyncio.Event) -> None:
-    manager = SeveralModels(CONFIG, estimated())
+    models = SeveralModels(CONFIG, estimated())
     try:
-        loading = asyncio.create_task(manager.load_model("a"))
+        loading = asyncio.create_task(models.load_model("a"))
         await asyncio.sleep(0.01)
-        manager.replace_file(estimated(ESTIMATED.replace("cuda:0", "cuda:1")))
+        models.replace_file(estimated(ESTIMATED.replace("cuda:0", "cuda:1")))
         measuring.set()
         await loading
-        assert manager.residency.memory("a") == {"cuda:0": 10}, "it runs where it was loaded"
-        assert manager.residency.free("cuda:1") == 100
+        assert models.residency.memory("a") == {"cuda:0": 10}, "it runs where it was loaded"
+        assert models.residency.free("cuda:1") == 100
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 class Clock:
@@ -337,15 +337,15 @@ async def test_model_that_loads_for_longer_than_a_request_may_wait_is_loaded_all
     measuring: asyncio.Event,
 ) -> None:
     clock = Clock()
-    manager = SeveralModels(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
-    model = manager.find("a", LAW)
+    models = SeveralModels(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
+    model = models.find("a", LAW)
     try:
-        loading = asyncio.create_task(manager.load_model("a"))
+        loading = asyncio.create_task(models.load_model("a"))
         await asyncio.sleep(0)
         clock.now_s = 100.0  # the operator's call waits for longer than requests may
         measuring.set()
         await loading
-        manager.unload_model("a")
+        models.unload_model("a")
         await asyncio.sleep(0.01)
         assert model.state == "cold"
         measuring.clear()
@@ -360,36 +360,36 @@ async def test_model_that_loads_for_longer_than_a_request_may_wait_is_loaded_all
         measuring.set()
         (await waiting).release()
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_operator_loads_a_model_at_once_that_requests_may_not_wait_for(measuring: asyncio.Event) -> None:
     clock = Clock()
-    manager = SeveralModels(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
+    models = SeveralModels(CONFIG, estimated("max_load_wait = 60\n" + ESTIMATED), clock)
     try:
         for _ in range(2):
             measuring.clear()
-            loading = asyncio.create_task(manager.load_model("a"))
+            loading = asyncio.create_task(models.load_model("a"))
             await asyncio.sleep(0)
             clock.now_s += 100.0
             measuring.set()
             await loading
-            manager.unload_model("a")
+            models.unload_model("a")
             await asyncio.sleep(0.01)
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_first_load_is_tried_though_requests_may_wait_for_less_than_a_load_is_assumed_to_take(
     measuring: asyncio.Event,
 ) -> None:
-    manager = SeveralModels(CONFIG, estimated())
-    manager.replace_file(estimated("max_load_wait = 2\n" + ESTIMATED))
+    models = SeveralModels(CONFIG, estimated())
+    models.replace_file(estimated("max_load_wait = 2\n" + ESTIMATED))
     measuring.set()
     try:
-        (await manager.find("a", LAW).wait_for_use(LAW)).release()
+        (await models.find("a", LAW).wait_for_use(LAW)).release()
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 @pytest.mark.parametrize("remedy", ["operator", "settings", "none"])
@@ -400,30 +400,30 @@ async def test_failed_model_is_tried_at_once_when_an_operator_loads_it_or_its_se
         raise ConfigError("no such file")
 
     clock = Clock()
-    manager = SeveralModels(CONFIG, estimated(), clock)
-    model = manager.find("a", LAW)
+    models = SeveralModels(CONFIG, estimated(), clock)
+    model = models.find("a", LAW)
     measuring.set()
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Measuring, "start", fail)
             for _ in range(2):
                 with pytest.raises(WorkerNotReady, match="no such file"):
-                    await manager.load_model("a")
+                    await models.load_model("a")
         assert model.state == "failed"
         with pytest.raises(WorkerNotReady, match="no such file") as refused:
             await model.wait_for_use(LAW)
         assert refused.value.retry_after_s == 30, "a load of 30 s, which is longer than the backoff of 5 s"
         if remedy == "operator":
-            assert (await manager.load_model("a")).state == "ready"
+            assert (await models.load_model("a")).state == "ready"
             return
-        manager.replace_file(estimated(ESTIMATED + ("max_model_len = 7\n" if remedy == "settings" else "")))
+        models.replace_file(estimated(ESTIMATED + ("max_model_len = 7\n" if remedy == "settings" else "")))
         if remedy == "settings":
             (await model.wait_for_use(LAW)).release()
         else:
             with pytest.raises(WorkerNotReady, match="no such file"):
                 await model.wait_for_use(LAW)
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 class Cyclic(Measuring):
@@ -447,34 +447,34 @@ async def test_memory_of_a_model_that_has_made_room_is_freed(
     """The server's own collector is set up so that it hardly ever looks at objects that have lived for long."""
     monkeypatch.setattr(SeveralModels, "_make_engine", lambda _, model: Cyclic(model.spec, measuring))
     monkeypatch.setattr(several_models, "COLLECT_DELAY_S", 0.01)
-    manager = SeveralModels(CONFIG, estimated())
+    models = SeveralModels(CONFIG, estimated())
     measuring.set()
     gc.disable()
     try:
-        engine: Any = (await manager.load_model("a")).engine
+        engine: Any = (await models.load_model("a")).engine
         is_freed = asyncio.Event()
         weakref.finalize(engine, is_freed.set)
         del engine
-        manager.unload_model("a")
+        models.unload_model("a")
         await asyncio.wait_for(is_freed.wait(), 60)
     finally:
         gc.enable()
-        await manager.stop()
+        await models.stop()
 
 
 async def test_requests_that_wait_for_a_model_are_refused_when_the_server_drains(measuring: asyncio.Event) -> None:
-    manager = SeveralModels(CONFIG, estimated())
+    models = SeveralModels(CONFIG, estimated())
     try:
-        waiting = asyncio.create_task(manager.find("a", LAW).wait_for_use(LAW))
+        waiting = asyncio.create_task(models.find("a", LAW).wait_for_use(LAW))
         await asyncio.sleep(0)
-        manager.drain(admits_requests=True)
+        models.drain(admits_requests=True)
         await asyncio.sleep(0.01)
         assert not waiting.done(), "with --reuse-port, requests on open connections are still served"
-        manager.drain()
+        models.drain()
         with pytest.raises(WorkerNotReady, match="shutting down"):
             await asyncio.wait_for(waiting, 5)
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_request_whose_time_ends_when_its_model_is_removed_is_told_that_there_is_no_such_model(
@@ -493,21 +493,21 @@ async def test_request_whose_time_ends_when_its_model_is_removed_is_told_that_th
         return limits[-1]
 
     measuring.set()
-    manager = SeveralModels(CONFIG, estimated(both))
+    models = SeveralModels(CONFIG, estimated(both))
     try:
-        await manager.load_model("a")
-        use = await manager.find("a", LAW).wait_for_use(LAW)
+        await models.load_model("a")
+        use = await models.find("a", LAW).wait_for_use(LAW)
         monkeypatch.setattr(several_models, "pause_tolerant_timeout", limit)
-        waiting = asyncio.create_task(manager.find("b", LAW).wait_for_use(LAW))
+        waiting = asyncio.create_task(models.find("b", LAW).wait_for_use(LAW))
         await asyncio.sleep(0.01)
-        assert manager.find("b", LAW).state == "waiting"
+        assert models.find("b", LAW).state == "waiting"
         limits[0].reschedule(asyncio.get_running_loop().time())
-        asyncio.get_running_loop().call_soon(manager.replace_file, estimated(ESTIMATED + "memory_bytes = 60\n"))
+        asyncio.get_running_loop().call_soon(models.replace_file, estimated(ESTIMATED + "memory_bytes = 60\n"))
         with pytest.raises(ModelNotFound, match="is no longer in the models file"):
             await asyncio.wait_for(waiting, 5)
         use.release()
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -515,56 +515,56 @@ async def test_model_that_recovers_makes_a_server_unready_only_if_it_should_be_l
     measuring: asyncio.Event, is_kept: bool
 ) -> None:
     measuring.set()
-    manager = SeveralModels(CONFIG, estimated(ESTIMATED.replace("on_demand", "always" if is_kept else "on_demand")))
+    models = SeveralModels(CONFIG, estimated(ESTIMATED.replace("on_demand", "always" if is_kept else "on_demand")))
     try:
-        await manager.start()
-        await manager.load_model("a")
-        assert await manager.probe_readiness() is not is_kept
+        await models.start()
+        await models.load_model("a")
+        assert await models.probe_readiness() is not is_kept
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_no_tenant_takes_all_places_of_those_that_wait_for_a_model(measuring: asyncio.Event) -> None:
-    manager = SeveralModels(CONFIG, estimated(ESTIMATED + "max_num_queued_reqs = 4\n"))
-    model = manager.find("a", LAW)
+    models = SeveralModels(CONFIG, estimated(ESTIMATED + "max_num_queued_reqs = 4\n"))
+    model = models.find("a", LAW)
     try:
         waiting = [asyncio.create_task(model.wait_for_use(SEARCH)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match=r"2 requests wait .*, 2 of them for your API key.*the limit is 4"):
             await model.wait_for_use(SEARCH)
         waiting.append(asyncio.create_task(model.wait_for_use(LAW)))
-        operators = asyncio.create_task(manager.load_model("a"))
+        operators = asyncio.create_task(models.load_model("a"))
         await asyncio.sleep(0)
         measuring.set()
         for each in waiting:
             (await each).release()
         await operators
         assert model.places.total == 0
-        manager.replace_file(estimated(ESTIMATED + "max_num_queued_reqs = 6\n"))
+        models.replace_file(estimated(ESTIMATED + "max_num_queued_reqs = 6\n"))
         assert model.places.limit == 6
     finally:
-        await manager.stop()
+        await models.stop()
 
 
-async def test_new_file_adds_removes_and_renames_models(manager: SeveralModels) -> None:
-    first = manager.find("open", LAW)
+async def test_new_file_adds_removes_and_renames_models(models: SeveralModels) -> None:
+    first = models.find("open", LAW)
     text = (
         MODELS.replace('id = "secret"', 'id = "new"').replace("secret = 1", "new = 3").replace('["law"]', '["search"]')
     )
-    manager.replace_file(parsed(text))
-    assert manager.find("open", LAW) is first, "what stays is the same"
-    assert manager.find("hidden", SEARCH).name == "new"
-    assert [each.name for each in manager.served(SEARCH)] == ["open", "new"]
-    assert [each.name for each in manager.served(LAW)] == ["open"]
+    models.replace_file(parsed(text))
+    assert models.find("open", LAW) is first, "what stays is the same"
+    assert models.find("hidden", SEARCH).name == "new"
+    assert [each.name for each in models.served(SEARCH)] == ["open", "new"]
+    assert [each.name for each in models.served(LAW)] == ["open"]
     for name in ("secret", "new"):
         with pytest.raises(ModelNotFound):
-            manager.find(name, LAW)
-    assert manager.divided() == {"both": {"open": 1.0, "new": 3.0}}
+            models.find(name, LAW)
+    assert models.divided() == {"both": {"open": 1.0, "new": 3.0}}
 
 
-def test_metrics_have_each_family_once(manager: SeveralModels) -> None:
-    manager.find("secret", LAW)
-    lines = manager.metrics.render().decode().splitlines()
+def test_metrics_have_each_family_once(models: SeveralModels) -> None:
+    models.find("secret", LAW)
+    lines = models.metrics.render().decode().splitlines()
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
     for name in ("open", "secret"):
@@ -594,19 +594,19 @@ keep = "on_demand"
 
 
 async def test_request_without_a_name_gets_the_first_model_of_its_kind_that_it_may_use() -> None:
-    manager = SeveralModels(CONFIG, parsed(KINDS))
-    assert [each.kind for each in manager.models] == ["generate", "embed", "embed"]
+    models = SeveralModels(CONFIG, parsed(KINDS))
+    assert [each.kind for each in models.models] == ["generate", "embed", "embed"]
     for kind, of_law, of_search in (
         (None, "chat", "chat"),
         ("generate", "chat", "chat"),
         ("embed", "embedder", "other-embedder"),
         ("rerank", "chat", "chat"),
     ):
-        assert (manager.find(None, LAW, kind=kind).name, manager.find("", SEARCH, kind=kind).name) == (
+        assert (models.find(None, LAW, kind=kind).name, models.find("", SEARCH, kind=kind).name) == (
             of_law,
             of_search,
         )
-    assert manager.find("chat", LAW, kind="embed").name == "chat", "a name is a name"
+    assert models.find("chat", LAW, kind="embed").name == "chat", "a name is a name"
 
 
 def test_request_without_a_name_is_copied_only_if_the_default_alias_is_of_its_kind() -> None:
@@ -620,23 +620,23 @@ name = "try"
 models = { chat = 1 }
 mirror = "new"
 """
-    manager = SeveralModels(CONFIG, parsed(text + split))
+    models = SeveralModels(CONFIG, parsed(text + split))
     for name in (None, "", "try"):
-        assert manager.mirror_of(name, LAW, "generate") == "new"
-    assert manager.mirror_of(None, LAW, "embed") is None and manager.mirror_of("chat", LAW, "generate") is None
+        assert models.mirror_of(name, LAW, "generate") == "new"
+    assert models.mirror_of(None, LAW, "embed") is None and models.mirror_of("chat", LAW, "generate") is None
 
 
-async def test_manager_says_whether_requests_wait_until_a_model_is_loaded(measuring: asyncio.Event) -> None:
-    manager = SeveralModels(CONFIG, estimated())
+async def test_server_says_whether_requests_wait_until_a_model_is_loaded(measuring: asyncio.Event) -> None:
+    models = SeveralModels(CONFIG, estimated())
     try:
-        loading = asyncio.create_task(manager.load_model("a"))
+        loading = asyncio.create_task(models.load_model("a"))
         await asyncio.sleep(0.01)
-        assert manager.has_waiting
+        assert models.has_waiting
         measuring.set()
         await loading
-        assert not manager.has_waiting
+        assert not models.has_waiting
     finally:
-        await manager.stop()
+        await models.stop()
 
 
 async def test_refusal_of_a_model_of_another_kind_names_those_that_the_key_may_use() -> None:
@@ -700,40 +700,40 @@ def test_each_name_stands_for_one_model_alias_or_adapter(more: str, message: str
 
 @pytest.mark.parametrize("name", ["sql", "base", "other-name", "dummy"])
 def test_alias_that_an_operator_makes_hides_no_other_name(name: str) -> None:
-    manager = SeveralModels(CONFIG, parsed(ADAPTERS))
+    models = SeveralModels(CONFIG, parsed(ADAPTERS))
     with pytest.raises(InvalidRequest, match="choose another name"):
-        manager.divide(name, {"base": 1.0}, "key")
-    manager.divide("free", {"base": 1.0}, "key")
+        models.divide(name, {"base": 1.0}, "key")
+    models.divide("free", {"base": 1.0}, "key")
 
 
 def test_refusal_of_an_unknown_name_lists_the_adapters_that_the_caller_may_use() -> None:
     second = '[[model]]\nid = "second"\nmodel = "demo"\nlora = "of-law=/x"\nkeep = "on_demand"\ntenants = ["law"]\n'
-    manager = SeveralModels(CONFIG, parsed(ADAPTERS + second))
+    models = SeveralModels(CONFIG, parsed(ADAPTERS + second))
     for caller, names in (
         (LAW, "'base', 'second', 'other-name', 'sql', 'law', 'of-law'"),
         (SEARCH, "'base', 'other-name', 'sql', 'law'"),
     ):
         with pytest.raises(ModelNotFound, match=rf"This server has {names}\."):
-            manager.find("nothing", caller)
+            models.find("nothing", caller)
 
 
 def test_adapter_is_there_only_for_its_tenants() -> None:
-    manager = SeveralModels(CONFIG, parsed(ADAPTERS + 'adapter_tenants = { law = ["law"] }\n'))
-    assert manager.find("law", LAW).name == "law" and manager.find("sql", SEARCH).name == "sql"
+    models = SeveralModels(CONFIG, parsed(ADAPTERS + 'adapter_tenants = { law = ["law"] }\n'))
+    assert models.find("law", LAW).name == "law" and models.find("sql", SEARCH).name == "sql"
     with pytest.raises(ModelNotFound, match=r"This server has 'base', 'other-name', 'sql'\."):
-        manager.find("law", SEARCH)
+        models.find("law", SEARCH)
     for caller, names in ((LAW, ["sql", "law"]), (SEARCH, ["sql"])):
-        assert [each.name for each in adapted_models(manager.served(caller), caller)] == names
+        assert [each.name for each in adapted_models(models.served(caller), caller)] == names
 
 
 async def test_request_that_waits_for_a_model_which_leaves_the_file_is_told_so(measuring: asyncio.Event) -> None:
-    manager = SeveralModels(CONFIG, estimated())
+    models = SeveralModels(CONFIG, estimated())
     try:
-        waiting = asyncio.create_task(manager.find("a", LAW).wait_for_use(LAW))
+        waiting = asyncio.create_task(models.find("a", LAW).wait_for_use(LAW))
         await asyncio.sleep(0)
-        manager.replace_file(estimated(ESTIMATED.replace('"a"', '"b"')))
+        models.replace_file(estimated(ESTIMATED.replace('"a"', '"b"')))
         with pytest.raises(ModelNotFound, match="'a' is no longer in the models file"):
             await waiting
     finally:
         measuring.set()
-        await manager.stop()
+        await models.stop()
