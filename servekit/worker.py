@@ -267,7 +267,15 @@ def node_of_ranks(arguments: argparse.Namespace) -> NodeRanks | None:
 def quantize(job: str) -> int:
     """Write a quantized checkpoint. `job` is a QuantizationJob in JSON. Returns the exit code of the command."""
     configure_logging("info")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files are removed
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt  # so that temporary files are removed
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         check_workers_package()
 
@@ -275,12 +283,15 @@ def quantize(job: str) -> int:
             from workers.compression.quantize import quantize_checkpoint
 
         quantize_checkpoint(msgspec.json.decode(job, type=QuantizationJob))
-    except KeyboardInterrupt:
-        write_line("servekit: interrupted; nothing has been written")
-        return 128 + signal.SIGINT
     except ConfigError as error:
         write_line(f"servekit: {escaped(error.message)}")
         return 2
+    except BaseException:
+        # A library in compiled code may raise an error of its own in place of the interrupt, as safetensors does.
+        if not received:
+            raise
+        write_line("servekit: interrupted; nothing has been written")
+        return 128 + received[0]
     return 0
 
 

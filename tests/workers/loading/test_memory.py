@@ -163,7 +163,8 @@ def test_gguf_files(type_name: str, loads: Loads, tmp_path: Path, monkeypatch: p
 
 
 def test_unquantized_checkpoints(loads: Loads, models: dict[str, Path]) -> None:
-    check(lambda: loads.measure(models["small"], models["large"]), 16)
+    """Where C multiplies bfloat16 by vectors, weights are not rounded, but take some twelve bits each."""
+    check(lambda: loads.measure(models["small"], models["large"]), 16, 12)
 
 
 def random_gguf(path: Path, num_layers: int, type_name: str) -> Path:
