@@ -52,8 +52,8 @@ EXPLORE_EVERY = 61
 MAX_EXPLORING = 4
 # While drafts do not pay off and most drafts of a trial are accepted, the trial continues for up to this many steps.
 # Two steps say too little about texts that have become predictable: a sequence with many rejected drafts would have to
-# be tried again.
-MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 2, 8
+# be tried again, and the debt of a trial puts off the next one by hundreds of steps.
+MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 2, 16
 # While drafts do not pay off, the best number is computed only in one of this many steps: computing it takes as long as
 # the rest of a plan for few sequences.
 CONSIDER_EVERY = 8
