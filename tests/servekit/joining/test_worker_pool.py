@@ -109,7 +109,7 @@ async def test_a_worker_that_begins_to_serve_while_an_adapter_is_loaded_is_asked
         await checking
         assert left.is_set() and taken.connection.is_leaving
         await asyncio.gather(taken.connection.end(), worker.stream.end())
-    assert caplog.text.count("is not used: it cannot serve the adapter 'a' (--lora): there is none") == 1
+    assert caplog.text.count("is not used: it cannot serve the LoRA adapter 'a' in /adapters/a: there is none") == 1
 
 
 async def test_a_worker_that_the_caller_has_asked_is_not_asked_again(tmp_path: Path) -> None:
