@@ -420,6 +420,19 @@ def test_only_workers_reach_the_port_of_workers() -> None:
     assert policies["servekit-worker"]["ingress"] == [] and "Ingress" in policies["servekit-worker"]["policyTypes"]
 
 
+def test_workers_reach_each_other_only_where_prefill_and_decode_are_apart() -> None:
+    """Agents fetch KV blocks from each other, at any free port."""
+    documents = rendered("demo", "--set", "settings.prefill-replicas=1")
+    policies = {each["metadata"]["name"]: each["spec"] for each in of_kind(documents, "NetworkPolicy")}
+    of_workers = policies["servekit-worker"]
+    (ingress,) = of_workers["ingress"]
+    (egress,) = [rule for rule in of_workers["egress"] if rule.get("to") == ingress["from"]]
+    assert "ports" not in ingress and "ports" not in egress
+    (peer,) = ingress["from"]
+    assert peer["podSelector"] == of_workers["podSelector"]
+    assert all(complaints(VERSIONS[0], document) == [] for document in documents)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_prometheus_reaches_the_servers_that_it_watches(case: str) -> None:
     documents = rendered(case)
