@@ -4,12 +4,12 @@
     python -m benchmarks.control_plane --rounds 30 --requests 1 --against ../another-checkout
 
 256 clients ask again as soon as they are answered. The server's model is simulated, so what is left is what servekit
-itself costs, and the kernel. Beside it stand servers that stream ready-made events and do nothing else. All servers run
-all the time, their sides take turns, and figures are medians. Beside another checkout, so are the ratios: each is of
-two rounds that were played one after the other, because a machine is faster in one minute than in the next. CPU is what
-each process took for a token, from /proc: on two cores, server, worker and client share them, and what one takes
-another does not get. The client's lag is told, too: a run in which it is late says nothing of latencies, which are not
-asked for here, and can only show too few tokens.
+itself costs, and the kernel. Other servers, which only stream ready-made events, show how much of that is the kernel.
+All servers run all the time and take turns. Figures are medians of the rounds.
+
+With `--against`, ratios are medians, too. Each ratio compares two consecutive rounds, because the speed of a machine
+changes within minutes. CPU is the processor time of each process for a token, from /proc: server, worker and client
+share the cores. The lag of the client is printed. If it is large, the number of tokens is too small.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class LoraPool:
         return matrices if part is None else LowRank(matrices.a[:, part.inputs], matrices.b[part.outputs])
 
     def _read(self, path: str) -> tuple[dict[str, LowRank], str]:
-        """Read an adapter whose files nobody writes meanwhile, and its fingerprint. Raises ConfigError."""
+        """Read an adapter and compute its fingerprint. Raises ConfigError, also if its files change meanwhile."""
         before = file_state(Path(path))
         matrices = read_adapter(Path(path), self.modules, self.max_rank, self.dtype)
         if file_state(Path(path)) != before:

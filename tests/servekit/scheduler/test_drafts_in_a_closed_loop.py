@@ -81,8 +81,9 @@ def test_short_answers_and_varying_steps_are_not_slower_with_drafts(
 ) -> None:
     """Nearly all drafts are right, but next to eight or more sequences they do not pay; at the end of a round they do.
 
-    Each of these makes drafts look better than they are: the best of estimates that vary; prompts of the draft model
-    that nobody counts, most of all where the load rises and falls; and tokens that are gained while others wait.
+    Three errors make drafts look better than they are. The largest of several noisy estimates is too large. The time of
+    the draft model's prompts is not counted; this matters most where the load rises and falls. And tokens are counted
+    in full that are gained while other sequences wait.
     """
 
     def play_with(lengths: DraftLengths | None, seed: int) -> float:
