@@ -19,6 +19,10 @@ from servekit.errors import ConfigError
 
 DEMO_MODEL = "demo"
 CPU_KV_CACHE_BYTES = 2**30  # of a worker on a CPU, by default
+BATCHED_TOKENS = 2048  # of a step, by default
+# On a CPU. It multiplies nearly at its full rate from some hundred rows on. With more prompts in a step, none would end
+# earlier, and all would get their first tokens at its end (docs/performance.md, "Tokens of a step on a CPU").
+CPU_BATCHED_TOKENS = 512
 ENVIRONMENT_PREFIX = "SERVEKIT_"
 SECRETS = frozenset({"api_key"})  # settings whose values never appear in logs, errors or answers
 
@@ -158,8 +162,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="maximum sequences that run at the same time")] = 256
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=1, le=1_048_576, description="maximum tokens of one step, prefill and decode together")
-    ] = 2048
+        Annotated[int, Meta(ge=1, le=1_048_576)] | None,
+        Meta(
+            description="maximum tokens of one step, prefill and decode together; by default 2048, and on a CPU 512, "
+            "or --max-num-seqs if that is more"
+        ),
+    ] = None
     max_batch_delay_ms: Annotated[
         float,
         Meta(
@@ -575,6 +583,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def model_name(self) -> str:
         return self.served_model_name or self.model
 
+    def batched_tokens(self, device: str) -> int:
+        """The maximum tokens of a step of a worker on this device; "" gives the largest of all devices."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return min(BATCHED_TOKENS, max(CPU_BATCHED_TOKENS, self.max_num_seqs)) if device == "cpu" else BATCHED_TOKENS
+
     @property
     def has_adapters(self) -> bool:
         """Whether the model may have LoRA adapters."""
@@ -946,11 +960,11 @@ def check_host_memory(config: ServeConfig, host_memory_bytes: int) -> None:
 def doubts(config: ServeConfig) -> list[str]:
     """Return a warning for each combination of settings that is valid and probably a mistake."""
     found = []
-    if config.max_num_batched_tokens < config.max_num_seqs:
+    budget = config.batched_tokens("")
+    if budget < config.max_num_seqs:
         found.append(
-            f"max_num_batched_tokens = {config.max_num_batched_tokens} is less than max_num_seqs = "
-            f"{config.max_num_seqs}: a step computes at most {config.max_num_batched_tokens} sequences, and the other "
-            "running sequences wait for a later step"
+            f"max_num_batched_tokens = {budget} is less than max_num_seqs = {config.max_num_seqs}: a step computes at "
+            f"most {budget} sequences, and the other running sequences wait for a later step"
         )
     has_keys = config.api_key is not None or config.api_keys_file is not None
     most = config.max_total_body_bytes // config.api_processes // (2 if has_keys else 1)

@@ -88,7 +88,7 @@ class PredictorEngine(OneModel):
         self.batcher = DynamicBatcher(
             BatchLimits(
                 max_batch_size=config.max_num_seqs,
-                max_batch_tokens=config.max_num_batched_tokens,
+                max_batch_tokens=config.batched_tokens(""),
                 max_delay_s=config.max_batch_delay_ms / 1e3,
                 max_in_flight=config.max_steps_in_flight,
             )

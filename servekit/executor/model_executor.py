@@ -342,7 +342,7 @@ def load_model_message(config: ServeConfig, path: str, speculative: SpeculativeC
         device=config.device,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.batched_tokens(""),
         max_model_len=config.max_model_len,
         num_kv_blocks=config.num_kv_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,

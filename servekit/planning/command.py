@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from servekit.config import ServeConfig
 from servekit.engine.hub import ModelNotDownloaded, download_file, split_revision
 from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
@@ -37,7 +38,6 @@ from servekit.simulation.model import is_simulated, parse_simulated
 
 MEMORY_UTILIZATION = 0.9  # of the device, as `--gpu-memory-utilization` has it
 MAX_SLOTS = 256  # as `--max-num-seqs` has it
-STEP_TOKENS = 2048  # as `--max-num-batched-tokens` has it
 BLOCK_SIZE = 16
 SEEDS = (0, 1, 2)
 MIN_TURNS = 3  # of every slot in a simulated run: fewer show the beginning and the end, not the service
@@ -120,7 +120,7 @@ def make_plan(options: PlanOptions) -> Plan:
         num_kv_tokens=memory.num_kv_tokens,
         block_size=BLOCK_SIZE,
         max_model_len=memory.max_model_len,
-        chunk_tokens=STEP_TOKENS,
+        chunk_tokens=ServeConfig(max_num_seqs=MAX_SLOTS).batched_tokens("cpu" if device.is_cpu else ""),
         has_prefix_cache=False,
     )
     capacity = measure_capacity(

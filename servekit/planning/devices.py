@@ -26,6 +26,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tflops: dict[str, float]  # by data type
     link_gb_s: float
     source: str
+    is_cpu: bool = False
     price_per_hour: float | None = None  # in the currency of the reader
 
     @property

@@ -78,7 +78,7 @@ def scheduler_config(
         block_size=config.block_size,
         max_model_len=worker.model.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.batched_tokens(worker.device),
         max_admissions_per_step=max_admissions_per_step(config.max_num_seqs),
         eos_token_ids=frozenset(worker.model.eos_token_ids),
         max_steps_in_flight=_max_steps_in_flight(config),
