@@ -23,6 +23,9 @@ EMPTY: Mapping[str, str] = MappingProxyType({})
 
 # Writing the stacks of a hung worker takes milliseconds. After this time it is killed without them.
 DUMP_TIMEOUT_S = 0.3
+# How long the end of a worker that has closed its pipe may take. The kernel closes the files of a killed process before
+# anybody can see that it has ended; between the two are microseconds, and more on a busy machine or beside a GPU.
+EXIT_TIMEOUT_S = 1.0
 # The kernel ends a killed process at once, unless the process is stuck in a driver.
 REAP_TIMEOUT_S = 10.0
 
@@ -99,6 +102,7 @@ class WorkerProcess:
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_stopped = False
+        self._exit_timer: asyncio.TimerHandle | None = None  # set when the result pipe has ended before the process
 
     @property
     def pid(self) -> int:
@@ -124,6 +128,8 @@ class WorkerProcess:
 
     def stop(self) -> None:
         self._is_stopped = True
+        if self._exit_timer is not None:
+            self._exit_timer.cancel()
         self._loop.remove_reader(self._results.fileno())
         self._loop.remove_writer(self._tasks.fileno())
 
@@ -176,13 +182,22 @@ class WorkerProcess:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._report_end(error)
+            self._on_pipe_end(error)
             return True
         if data:
             self._on_bytes(data)
         else:
-            self._report_end(EOFError())
+            self._on_pipe_end(EOFError())
         return True
+
+    def _on_pipe_end(self, error: Exception) -> None:
+        """No more messages will come. The worker has most likely ended, and its process is about to tell how."""
+        if self._ended.is_set():
+            self._report_end(self._describe_exit())
+        else:
+            self._loop.remove_reader(self._results.fileno())
+            what = f"closed its result pipe ({type(error).__name__})"
+            self._exit_timer = self._loop.call_later(EXIT_TIMEOUT_S, self._report_end, what)
 
     def _on_exit(self) -> None:
         """The process has exited. Messages that it sent before still count."""
@@ -190,18 +205,18 @@ class WorkerProcess:
         self._ended.set()
         while not self._is_stopped and self._on_readable():
             pass  # read to EOF, or until the pipe is empty if a child of the worker holds it open
-        self._report_end(None)
+        self._report_end(self._describe_exit())
 
-    def _report_end(self, error: Exception | None) -> None:
+    def _report_end(self, what: str) -> None:
         if not self._is_stopped:
             self.stop()
-            self._on_end(self._describe_exit(error))
+            self._on_end(what)
 
-    def _describe_exit(self, error: Exception | None) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(timeout=0.05)
-            return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        return f"closed its result pipe ({type(error).__name__})"
+    def _describe_exit(self) -> str:
+        code = self._process.poll()
+        if code is None:  # a debugger holds it, and learns its code first
+            return "has exited"
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def _signal_name(number: int) -> str:

@@ -68,7 +68,8 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     ready = replace(READY, num_blocks=2) if behaviour == "has other blocks" else READY
     results.send(ready if arguments.cpus is None else replace(ready, ranks=(RankInfo("cpu", arguments.cpus),)))
-    if behaviour not in ("sends no heartbeats", "profiles slowly", "trickles"):
+    is_silent = behaviour in ("sends no heartbeats", "profiles slowly", "trickles")
+    if not is_silent and not behaviour.startswith("closes its pipe"):
         threading.Thread(target=beat, daemon=True).start()
     while not isinstance(plan := tasks.receive(), Shutdown):
         if isinstance(plan, StartProfile | StopProfile):
@@ -90,6 +91,12 @@ def main() -> None:
                 time.sleep(20)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif behaviour.startswith("closes its pipe"):
+            os.close(arguments.result_fd)
+            time.sleep(0.5)
+            if behaviour == "closes its pipe before it is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
         elif behaviour == "hangs":
             time.sleep(60)
         elif behaviour == "fails":

@@ -61,6 +61,30 @@ async def test_death_is_detected_although_a_child_holds_the_pipe_open(start: Sta
     await worker.end()
 
 
+async def test_the_signal_is_known_although_the_process_ends_long_after_its_pipe(start: Start) -> None:
+    _, worker = start("closes its pipe before it is killed")
+    assert await worker.receive(60) == READY
+    worker.send(PLAN)
+    loss = asyncio.create_task(wait_for_loss(worker))
+    num_turns = 0
+    while not loss.done():
+        await asyncio.sleep(0.01)
+        num_turns += 1
+    assert "was killed by SIGKILL" in (await loss).message
+    assert num_turns >= 10, "the event loop does not wait for the half second between the two ends"
+    await worker.end()
+
+
+async def test_a_worker_that_only_closes_its_pipe_is_lost_soon(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "EXIT_TIMEOUT_S", 0.2)
+    process, worker = start("closes its pipe")
+    assert await worker.receive(60) == READY
+    worker.send(PLAN)
+    assert "closed its result pipe (EOFError)" in (await wait_for_loss(worker, timeout_s=30)).message
+    await worker.end()
+    assert process._process.returncode == -signal.SIGKILL
+
+
 async def test_missing_heartbeats_are_detected_and_stacks_are_logged(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
