@@ -43,6 +43,7 @@ from servekit.models.names import Names, Split, StickyBy
 from servekit.models.residency import DEFAULT_LOAD_S, Admit, Load, ModelNeeds, Residency, State, Unload
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
+from servekit.protocol.heap import trim_heap
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.remote_model import RemoteModel
 from servekit.remote.remote_predictor import RemotePredictor
@@ -767,15 +768,23 @@ class SeveralModels:
         self.look()
 
     def _collect_soon(self) -> None:
-        """Free the memory of an engine that has ended.
-
-        Its objects refer to each other in cycles, and the server's collector hardly ever looks at old objects
-        (`GC_THRESHOLDS`). Without this, each time that a model makes room, its tokenizer and its tables would stay.
-        """
+        """Free the memory of an engine that has ended, when its tasks have ended, too."""
         if self._collection is not None:
             self._collection.cancel()
         if not self._is_stopping:
-            self._collection = asyncio.get_running_loop().call_later(COLLECT_DELAY_S, gc.collect)
+            self._collection = asyncio.get_running_loop().call_later(COLLECT_DELAY_S, self._collect)
+
+    def _collect(self) -> None:
+        """Free objects that nothing refers to, and return what they took to the kernel.
+
+        An engine's objects refer to each other in cycles, and the server's collector hardly ever looks at old objects
+        (`GC_THRESHOLDS`). Without this, each time that a model makes room, its tokenizer and its tables would stay.
+        The C library would keep their memory, too: a large tokenizer consists of many small blocks.
+        """
+        self._collection = None
+        gc.collect()
+        # In a thread, so that the event loop goes on: the kernel takes some time to unmap a hundred megabytes.
+        self._start_task(asyncio.to_thread(trim_heap), "trim the heap")
 
     def _admit(self, model: ManagedModel) -> None:
         """Let waiting requests use the model."""
