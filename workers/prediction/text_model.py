@@ -2,8 +2,8 @@
 
 Texts are put one after the other in one row, without any padding, where the model is of a family whose layers work
 token by token but for attention (BERT, RoBERTa and their like): attention is computed for the texts of one length at a
-time. Before the first request, this is compared with transformers' own padded computation. All other models compute
-texts of nearly the same length together, with padding and a mask.
+time. On a CPU, the layers are fused. Before the first request, this is compared with transformers' own padded
+computation. All other models compute texts of nearly the same length together, with padding and a mask.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from servekit.protocol.prediction import TextItem, padded_length
+from workers.layers.fused_encoder import FusedEncoder, fuse_encoder
 from workers.prediction.pooling import HiddenStates
 
 log = logging.getLogger("servekit.worker")
@@ -29,6 +30,7 @@ ROW_ATTENTION = "servekit_row"  # the name of `attend_in_row` in transformers
 ROW_FAMILIES = {"bert": False, "camembert": True, "roberta": True, "xlm-roberta": True}
 MERGE_TOKENS = 64  # a group of texts joins the next longer one, if that adds at most so many tokens of padding
 CHECK_LENGTHS = (5, 3, 5, 9)
+NUM_COPIES = 8  # of the last of these texts, for the check of each layer
 TOLERANCE = 1e-3  # of the check, relative to the largest value; errors of the row are of another kind than rounding
 
 
@@ -71,6 +73,16 @@ def attend_in_row(
 AttentionInterface.register(ROW_ATTENTION, attend_in_row)
 
 
+def attend_in_texts(qkv: Tensor, scale: float) -> Tensor:
+    """Attend within each text of the row, as `attend_in_row`, with qkv [num_tokens, 3, num_heads, head_size]."""
+    outputs = []
+    for run in _row.runs:
+        q, k, v = run.texts_of(qkv).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        outputs.append(attended.transpose(1, 2).reshape(run.num_texts * run.length, -1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
 class TextModel:
     """A model of texts: an encoder, or one with a head for sequence classification."""
 
@@ -82,7 +94,9 @@ class TextModel:
         self._own_attention: str = model.config._attn_implementation
         self.num_computed_tokens = 0  # with padding, since the start
         self.uses_row = False
-        self.uses_row = model.config.model_type in ROW_FAMILIES and self._row_agrees()
+        self._encoder: FusedEncoder | None = None  # None: transformers' code runs the layers
+        if model.config.model_type in ROW_FAMILIES:
+            self._choose_row()
 
     def hidden_states(self, items: Sequence[TextItem]) -> Iterator[HiddenStates]:
         """Yield the last hidden states of all items, those of nearly one length together."""
@@ -135,9 +149,11 @@ class TextModel:
         if self._has_types and any(item.num_first for item in items):
             types = torch.tensor([kind for index in order for kind in _types(items[index])])
         inputs = {"input_ids": token_ids, "position_ids": positions, "token_type_ids": types}
+        inputs = {name: values[None].to(self._model.device) for name, values in inputs.items()}
         self.num_computed_tokens += start
-        output = model(**{name: values[None].to(self._model.device) for name, values in inputs.items()})
-        return output.last_hidden_state[0], order, runs
+        if self._encoder is None:
+            return model(**inputs).last_hidden_state[0], order, runs
+        return self._encoder.compute(model.embeddings(**inputs)[0]), order, runs
 
     def _padded(self, items: Sequence[TextItem]) -> dict[str, Tensor]:
         """Return the inputs of texts with padding, and a mask over it."""
@@ -154,30 +170,46 @@ class TextModel:
         return {name: torch.tensor(rows).to(self._model.device) for name, rows in inputs.items()}
 
     @torch.inference_mode()
-    def _row_agrees(self) -> bool:
-        """Return whether the row gives what transformers' own computation gives, and then stay with the row."""
+    def _choose_row(self) -> None:
+        """Compute rows from now on, and with fused layers, if both give what transformers' own computation gives."""
         vocab_size = self._config.vocab_size
         items = [
             TextItem(tuple(7 * (index + position) % vocab_size for position in range(1, length + 1)), num_first=2)
             for index, length in enumerate(CHECK_LENGTHS)
         ]
-        has_head = hasattr(self._model, "classifier")
-        expected = self.logits(items) if has_head else self._all_hidden(items)
+        expected = self._numbers(items)
+        precision = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps
+        tolerance = TOLERANCE * max(1.0, precision**0.5 / 8)
+        self.uses_row = True
+        error = self._error(items, expected)
+        if not error <= tolerance:
+            log.warning("texts are computed with padding: without, hidden states differ by %.2g", error)
+            self.uses_row = False
+            self._model.set_attn_implementation(self._own_attention)
+            return
+        base: Any = self._model.base_model
+        # So many rows that a layer's products are those of many rows; below, they are those of few.
+        token_ids = torch.tensor([items[-1].token_ids], device=self._model.device)
+        hidden = base.embeddings(token_ids).repeat(1, NUM_COPIES, 1)
+        _row.runs = [_Run(0, NUM_COPIES, CHECK_LENGTHS[-1])]
+        self._encoder = fuse_encoder(base.encoder.layer, attend_in_texts, hidden, tolerance)
+        if self._encoder is not None and not (error := self._error(items, expected)) <= tolerance:
+            log.warning("transformers' code runs the layers: without, hidden states differ by %.2g", error)
+            self._encoder = None
+
+    def _error(self, items: Sequence[TextItem], expected: Tensor) -> float:
+        """Return the largest difference of the row's numbers from those expected, relative to the largest of them."""
         try:
             self._model.set_attn_implementation(ROW_ATTENTION)
-            self.uses_row = True
-            found = self.logits(items) if has_head else self._all_hidden(items)
-            error = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-9)).item()
+            found = self._numbers(items)
         except Exception as failure:  # a variant of the family that takes other inputs
             log.debug("the model computes no row: %s", failure)
-            error = float("inf")
-        self.uses_row = False
-        precision = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps
-        if error <= TOLERANCE * max(1.0, precision**0.5 / 8):
-            return True
-        log.warning("texts are computed with padding: without, hidden states differ by %.2g from transformers'", error)
-        self._model.set_attn_implementation(self._own_attention)
-        return False
+            return float("inf")
+        return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-9)).item()
+
+    def _numbers(self, items: Sequence[TextItem]) -> Tensor:
+        """Return logits, or the hidden states of all tokens."""
+        return self.logits(items) if hasattr(self._model, "classifier") else self._all_hidden(items)
 
     def _all_hidden(self, items: Sequence[TextItem]) -> Tensor:
         texts: dict[int, Tensor] = {}

@@ -96,6 +96,7 @@ def test_embeddings_equal_the_mean_of_transformers_hidden_states(architecture: s
     assert (expected[0] - expected[1]).abs().max() > 0.01, "or all texts would be equal"
     assert predictor._texts is not None
     assert predictor._texts.uses_row == (architecture in ("bert", "xlm-roberta"))
+    assert (predictor._texts._encoder is not None) == predictor._texts.uses_row
     assert predictor.info.dimensions == 32 and predictor.info.max_model_len in (MAX_LENGTH, MAX_LENGTH - 1)
 
 
