@@ -10,13 +10,18 @@ errors stay as they were. They do not, so three things follow them:
   first token in the next step has other causes than that of one for which other answers must end before.
 - If more than a tenth of outcomes come below their bands, a lower percentile becomes the lower end, and the same above:
   adaptive conformal inference, Gibbs and Candès, "Adaptive Conformal Inference Under Distribution Shift", 2021.
+
+In an overload, a hundred requests wait at the same time for the same answers to end, so their errors are nearly the
+same: together they show about as much as one. So an outcome counts only for that part of its wait which came after the
+outcome before it. If each one counted fully, the band would show how neighbours differ, and not how far all of them
+are off.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from math import exp, log
+from math import exp, inf, log
 
 from msgspec import Struct
 
@@ -42,9 +47,13 @@ class Calibration:
     FADING = 0.989  # weight of a score relative to the next one: half after 63
     LIKENESS = 0.5  # of the logarithm: a duration that is 1.65 times as long counts 0.6 times as much, a double one 0.4
     STEP = 0.02  # of a percentile after each outcome: larger follows faster, and makes bands less steady
+    SMALLEST = 0.25  # what a score that is remembered counts at least, so that those of an overload do not fill all
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, float]] = deque(maxlen=self.NUM_REMEMBERED)  # logarithm of seconds, and score
+        # The logarithm of seconds, the score, and what it counts.
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=self.NUM_REMEMBERED)
+        self._not_remembered = 0.0  # what those outcomes count of which no score was remembered since the newest one
+        self._last_done_s = -inf
         self._below = self._above = TAIL_SHARE  # share of earlier scores that the next bands leave out on each side
 
     def band(self, seconds: float, spread: float) -> Band:
@@ -53,26 +62,31 @@ class Calibration:
         low, middle, high = self._percentiles(log(seconds))
         return Band(seconds * exp(low * spread), seconds * exp(middle * spread), seconds * exp(high * spread))
 
-    def observe(self, seconds: float, spread: float, band: Band, measured_s: float) -> None:
-        """Learn from a prediction of `seconds`, the band that was made of it, and what was measured."""
+    def observe(self, seconds: float, spread: float, band: Band, measured_s: float, done_s: float) -> None:
+        """Learn from a prediction of `seconds`, the band that was made of it, and what was measured, until `done_s`."""
         seconds, measured_s = max(seconds, self.MIN_S), max(measured_s, self.MIN_S)
+        counts = min(1.0, max(0.0, done_s - self._last_done_s) / measured_s)
+        self._last_done_s = max(self._last_done_s, done_s)
         if len(self._recent) >= self.MIN_SCORES:
-            self._below = _adapted(self._below, self.STEP, measured_s < band.low_s)
-            self._above = _adapted(self._above, self.STEP, measured_s > band.high_s)
-        self._recent.append((log(seconds), log(measured_s / seconds) / spread))
+            self._below = _adapted(self._below, self.STEP * counts, measured_s < band.low_s)
+            self._above = _adapted(self._above, self.STEP * counts, measured_s > band.high_s)
+        self._not_remembered += counts
+        if self._not_remembered >= self.SMALLEST:
+            self._recent.append((log(seconds), log(measured_s / seconds) / spread, self._not_remembered))
+            self._not_remembered = 0.0
 
     def _percentiles(self, log_seconds: float) -> tuple[float, float, float]:
         """Return the scores at the lower end, in the middle and at the upper end of a band."""
         if len(self._recent) < self.MIN_SCORES:
             return -NORMAL_SCORE, 0.0, NORMAL_SCORE
         recency, scores = 1.0, []
-        for other_log, score in reversed(self._recent):
+        for other_log, score, counts in reversed(self._recent):
             distance = (other_log - log_seconds) / self.LIKENESS
-            scores.append((score, recency * exp(-0.5 * distance * distance)))
-            recency *= self.FADING
+            scores.append((score, counts * recency * exp(-0.5 * distance * distance)))
+            recency *= self.FADING**counts
         scores.sort()
         known = sum([weight for _, weight in scores])
-        total = known + 1.0  # the next outcome may be beyond all of them
+        total = known + self._recent[-1][2]  # the next outcome, which counts like the newest one, may be beyond all
         return (
             _weighted_percentile(reversed(scores), (1.0 - self._below) * total),
             _weighted_percentile(scores, 0.5 * known),

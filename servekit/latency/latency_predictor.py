@@ -110,7 +110,7 @@ class LatencyPredictor(ReplayWatcher):
         """Learn when the first token of a sequence came that was predicted."""
         measured_s = first_token_s - prediction.predicted_s
         self.quality.first_token(prediction.first_token, measured_s)
-        self.calibration.observe(prediction.raw_s, prediction.spread, prediction.first_token, measured_s)
+        self.calibration.observe(prediction.raw_s, prediction.spread, prediction.first_token, measured_s, first_token_s)
 
     def ended(self, prediction: LatencyPrediction, last_token_s: float) -> None:
         """Note when the last token of a sequence came, if its end was predicted."""

@@ -71,9 +71,9 @@ def fitted() -> LatencyPredictor:
 def play(fitted: LatencyPredictor, load: float, number: int, predict_every: int) -> list[RequestOutcome]:
     predictor = LatencyPredictor(learns=False)
     predictor.take_over(deepcopy(fitted))
-    run = PredictedRun(
-        CONFIG, requests(2, number, load * CAPACITY, 120, 80), noisy(2), predictor, predict_every=predict_every
-    )
+    later_s = 1e4  # than all that it was fitted to
+    arrivals = [replace(each, at_s=later_s + each.at_s) for each in requests(2, number, load * CAPACITY, 120, 80)]
+    run = PredictedRun(CONFIG, arrivals, noisy(2), predictor, predict_every=predict_every)
     return [outcome for outcome in run.play() if outcome.prediction is not None]
 
 
