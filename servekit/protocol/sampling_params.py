@@ -45,6 +45,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
         """Whether an end-of-sequence token ends the answer. With a grammar it always does: nothing may follow it."""
         return not self.ignore_eos or self.grammar is not None
 
+    def stop_set(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the answer: the model's own, unless they are ignored, and the client's."""
+        return (eos_token_ids if self.ends_at_eos else frozenset[int]()).union(self.stop_token_ids)
+
     @property
     def bans_tokens(self) -> bool:
         """Whether some tokens may not be chosen, at least for a time."""

@@ -146,7 +146,9 @@ class DraftLengths:
     def observe(self, step: Step, step_time_s: float, position_s: float, mean_answer_tokens: float = inf) -> None:
         """Learn from a step that has its result. The other arguments are those of `choose`."""
         assert step.result is not None
-        result, num_decodes, planned = step.result, step.num_decodes, step.num_drafts.values()
+        result, num_decodes = step.result, step.num_decodes
+        # A sequence that ended in the step before this one has no drafts, so its step does not show what they take.
+        planned = [number for index, number in step.num_drafts.items() if step.is_running(index)]
         num_verified, rounds_s = sum(result.num_drafts), min(step_time_s, result.draft_time_s)
         prompt_s = min(step_time_s - rounds_s, result.draft_prompt_time_s)
         if not step.num_prefill_tokens:
@@ -288,11 +290,17 @@ class DraftLengths:
         tokens = [_tokens_per_step(each, waited_per_token) for each in expected]
         return [longer - shorter for shorter, longer in pairwise(tokens)]
 
-    def record(self, sequence: Sequence, num_planned: int, num_verified: int, num_accepted: int) -> None:
+    def record(
+        self, sequence: Sequence, num_planned: int, num_verified: int, num_accepted: int, ends: bool = False
+    ) -> None:
         """Learn from the drafts of a sequence. Call it before `observe`.
 
-        A draft that was planned and not made counts as rejected, because planning it was useless.
+        A draft that was planned and not made counts as rejected, because planning it was useless. But a worker leaves
+        out those from the end of the answer on. `ends`: whether the token after the accepted drafts ends it. Then there
+        was none to be rejected.
         """
+        if ends and num_accepted == num_verified:
+            num_planned = num_verified
         for position in range(num_verified):
             self.num_drafted[position] += 1
             self.num_accepted[position] += position < num_accepted

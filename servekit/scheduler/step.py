@@ -84,6 +84,11 @@ class Step(Struct):
             for index, count in enumerate(counts)
         )
 
+    def is_running(self, index: int) -> bool:
+        """Whether the sequence of a span still takes its tokens. It does not if a step before this one ended it."""
+        sequence, incarnation = self.sampled[index]
+        return sequence.incarnation == incarnation
+
     def num_verified(self, index: int) -> int:
         """How many drafts of a span the worker had."""
         assert self.result is not None

@@ -42,6 +42,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from itertools import accumulate
 from math import inf
 from typing import Any, cast
 
@@ -239,7 +240,6 @@ class WorkloadManager:
         assert command.sequence_id not in self._sequences, f"sequence id {command.sequence_id} is in use"
         # A leader that has ended has nothing to share; what it computed may still be found in the prefix cache.
         leader = None if command.leader_id is None else self._sequences.get(command.leader_id)
-        eos_token_ids = self.config.eos_token_ids if sampling.ends_at_eos else frozenset()
         history = None if command.progress is None else command.progress.history
         if history is None:
             history = SequenceHistory(command.arrival_s, self.log)
@@ -256,7 +256,7 @@ class WorkloadManager:
             deadline_s=command.deadline_s,
             leader=leader,
             has_length_bound=command.has_length_bound,
-            stop_set=eos_token_ids.union(sampling.stop_token_ids),
+            stop_set=sampling.stop_set(self.config.eos_token_ids),
             block_hashes=command.block_hashes,
             progress=command.progress,
             history=history,
@@ -811,12 +811,16 @@ class WorkloadManager:
         Accepted drafts are charged to the tenant here, and rejected ones are not: shares count tokens, as without
         speculation.
         """
+        assert step.result is not None
+        counts, token_ids = step.result.counts, step.result.token_ids
+        stops = list(accumulate(counts)) if counts else range(1, len(token_ids) + 1)  # where spans end
         for index, num_planned in step.num_drafts.items():
             sequence, incarnation = step.sampled[index]
             if sequence.incarnation == incarnation:
                 num_verified, num_accepted = step.num_verified(index), step.num_accepted(index)
                 sequence.settle_drafts(num_planned, num_verified, num_accepted)
-                self.draft_lengths.record(sequence, num_planned, num_verified, num_accepted)
+                ends = token_ids[stops[index] - 1] in sequence.stop_set
+                self.draft_lengths.record(sequence, num_planned, num_verified, num_accepted, ends)
                 self.waiting_queue.charge(sequence, num_accepted)
 
     def _end(self, sequence: Sequence, token_id: int) -> FinishReason:

@@ -224,7 +224,10 @@ class ModelRunner:
 
     def speculate(self, drafter: Drafter) -> None:
         """Verify the drafts of this drafter from now on. No sequence has a slot yet."""
-        self._speculator = Speculator(drafter, self.grammars, self.table, self.loaded.info.vocab_size, self._group)
+        info = self.loaded.info
+        self._speculator = Speculator(
+            drafter, self.grammars, self.table, info.vocab_size, info.eos_token_ids, self._group
+        )
         wanted, decoder = drafter.hidden_states, self.loaded.decoder
         if wanted is not None and wanted.layers:
             num_layers = self.loaded.model.config.get_text_config().num_hidden_layers

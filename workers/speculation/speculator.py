@@ -35,6 +35,7 @@ class _Progress:
     """What the host knows of the tokens of the sequence in a slot."""
 
     assignment: SlotAssignment
+    stop_set: frozenset[int]  # the tokens that end the answer
     num_tokens: int = 0  # the newest token, which is not computed yet, is at position num_tokens - 1
     newest: int = NO_TOKEN  # its id; NO_TOKEN while it is on its way to the host
     is_verifying: bool = False  # a step in flight has drafts of it, so that num_tokens is not known
@@ -73,13 +74,17 @@ class Speculator:
         grammars: GrammarMasks,
         table: SlotTable,
         vocab_size: int,
+        eos_token_ids: Collection[int] = (),
         group: RankGroup | None = None,
     ) -> None:
-        """`group` has the ranks that compute the same steps. All of them must verify the same drafts."""
+        """`eos_token_ids` end an answer, unless it ignores them.
+
+        `group` has the ranks that compute the same steps. All of them must verify the same drafts."""
         self.drafter = drafter
         self._grammars = grammars
         self._table = table
         self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._group = group
         self._progress: dict[int, _Progress] = {}  # by slot
         self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
@@ -102,7 +107,8 @@ class Speculator:
             return plan
         self._table.update(plan)
         for assignment in plan.slot_assignments:
-            self._progress[assignment.slot] = _Progress(assignment)
+            stop_set = assignment.sampling.stop_set(self._eos_token_ids)
+            self._progress[assignment.slot] = _Progress(assignment, stop_set)
         self.drafter.begin(plan)
         self.draft_time_s = self.draft_prompt_time_s = 0.0
         if self._must_wait(plan):
@@ -148,12 +154,16 @@ class Speculator:
         return not (progress.is_stalled or (progress.is_constrained and self._group is not None))
 
     def _propose(self, plan: StepPlan) -> dict[int, tuple[int, ...]]:
-        """Return the drafts for each slot that has any. The tokens that a grammar forces go before all others."""
+        """Return the drafts for each slot that has any. The tokens that a grammar forces go before all others.
+
+        A plan that was made before the manager knew that a sequence has ended may have drafts of it. They are left out,
+        so that the next request waits less.
+        """
         forced: dict[int, tuple[int, ...]] = {}
         requests = []
         for chunk in plan.chunks:
             progress = self._progress[chunk.slot]
-            if not (chunk.num_drafts and self._may_have_drafts(progress)):
+            if not (chunk.num_drafts and self._may_have_drafts(progress)) or progress.newest in progress.stop_set:
                 continue
             # The token after the last draft needs a cell, too.
             num_wanted = min(chunk.num_drafts, self._table.row_length - 1 - progress.num_tokens)
@@ -162,7 +172,7 @@ class Speculator:
             if progress.is_constrained:
                 assignment, num_outputs = progress.assignment, progress.num_outputs
                 if token_ids := self._grammars.forced_tokens(assignment, num_outputs, num_wanted):
-                    forced[chunk.slot] = self._usable(token_ids)
+                    forced[chunk.slot] = self._usable(token_ids, progress)
                     continue
             requests.append(DraftRequest(chunk.slot, progress.num_tokens, num_wanted))
         return forced | self._drafted(requests)
@@ -176,16 +186,23 @@ class Speculator:
         began_s = time.monotonic()
         self.draft_prompt_time_s = began_s - prepared_s
         proposed = self.drafter.propose(requests)
-        drafts = [self._usable(each[: request.max_drafts]) for request, each in zip(requests, proposed, strict=True)]
+        drafts = [
+            self._usable(each[: request.max_drafts], self._progress[request.slot])
+            for request, each in zip(requests, proposed, strict=True)
+        ]
         if self._group is not None and not self.drafter.is_same_on_all_ranks:
             drafts = _broadcast(self._group, drafts, max(request.max_drafts for request in requests))
         self.draft_time_s = time.monotonic() - began_s
         return {request.slot: each for request, each in zip(requests, drafts, strict=True)}
 
-    def _usable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the drafts before the first one that the model has no embedding for."""
+    def _usable(self, drafts: tuple[int, ...], progress: _Progress) -> tuple[int, ...]:
+        """Return the drafts before the first one that the model has no embedding for, or that ends the answer.
+
+        If the answer ends there, the model's own token after the drafts before it says so. A position for the draft
+        that ends it would only give a token after the end.
+        """
         for number, token_id in enumerate(drafts):
-            if not 0 <= token_id < self._vocab_size:
+            if not 0 <= token_id < self._vocab_size or token_id in progress.stop_set:
                 return drafts[:number]
         return drafts
 

@@ -13,6 +13,7 @@ import pytest
 from servekit.protocol.messages import StepResult
 from servekit.scheduler.draft_length import (
     CONSIDER_EVERY,
+    DECAY,
     EXPLORE_EVERY,
     LARGEST_DEBT,
     MAX_DEBT,
@@ -53,10 +54,17 @@ def observe(
     position_s: float = 0.0,
     draft_prompt_time_s: float = 0.0,
     mean_answer_tokens: float = inf,
+    num_ended: int = 0,
 ) -> None:
-    """Let it see a step with these drafts of its first sequences, of which the first spans have the accepted ones."""
+    """Let it see a step with these drafts of its first sequences, of which the first spans have the accepted ones.
+
+    The first `num_ended` sequences have ended in the step before.
+    """
     step = Step(step_id, 0.0, 0, num_decodes=num_decodes, num_prefill_tokens=num_prefill_tokens)
     step.num_drafts = {index: number for index, number in enumerate(planned) if number}
+    for index in range(num_decodes):
+        sequence = make_sequence(index)
+        step.sampled.append((sequence, sequence.incarnation - (index < num_ended)))
     made = planned if made is None else made
     counts = [1] * num_decodes
     for index, number in enumerate(made):
@@ -626,6 +634,30 @@ def test_drafts_that_are_planned_and_not_made_count_as_rejected_but_for_the_firs
     assert sequence.acceptance < 0.02 and lengths.num_spans == 0, "prompt lookup that finds nothing"
     lengths.record(sequence, 4, 2, 2)
     assert sequence.acceptance > 0.1 and lengths.num_drafted == [1, 1, 0, 0]
+
+
+def test_drafts_that_are_not_made_because_the_answer_ends_there_are_no_rejected_ones() -> None:
+    """A worker makes none from the end of an answer on. That end is a draft as well, and may be wrong."""
+    for num_accepted, ends, expected in ((2, True, 6 / 6), (2, False, 6 / 7), (1, True, 5 / 6), (0, True, 4 / 5)):
+        lengths = make_lengths(4)
+        (sequence,) = make_drafting(lengths, [1.0])
+        sequence.acceptance_weight = 4.0 / DECAY
+        lengths.record(sequence, 4, 2, num_accepted, ends)
+        assert sequence.acceptance == pytest.approx(expected), (num_accepted, ends)
+
+
+def test_a_sequence_that_ended_in_the_step_before_does_not_show_what_drafts_take() -> None:
+    """Its drafts were planned before its end was known, and the worker makes none."""
+    lengths = make_lengths(4)
+    for _ in range(3):
+        observe(lengths, 2, [2, 2], 0.012, 0.002)
+    before = lengths.round_times.seconds_of(2)
+    observe(lengths, 2, [2, 2], 0.010, 0.0, made=[0, 0], num_ended=2)
+    assert not lengths.is_drafting
+    for _ in range(3):
+        observe(lengths, 2, [2, 2], 0.011, 0.002, made=[0, 2], num_ended=1)
+    assert lengths.round_times.seconds_of(2) == before == pytest.approx(0.001)
+    assert lengths.round_times.seconds_of(1) == pytest.approx(0.001)
 
 
 def test_a_new_sequence_is_expected_to_be_like_the_others() -> None:

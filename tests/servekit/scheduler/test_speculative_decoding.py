@@ -201,13 +201,32 @@ def test_a_client_may_allow_fewer_drafts_or_none() -> None:
 
 
 def test_a_stop_token_ends_the_span() -> None:
-    """What comes behind it was accepted by the worker, which does not know which tokens stop a sequence."""
+    """Also if a worker accepts what comes behind it."""
     manager = make_manager(max_drafts=7)
     driver = Driver(manager)
     sequences = [add_sequence(manager, number, max_tokens=200) for number in range(8)]
     driver.finish(ALL_RIGHT)
     stopped = [each for each in sequences if each.finish_reason is FinishReason.STOP]
     assert stopped and all(each.token_ids[-1] in EOS for each in stopped)
+    assert [each.output_token_ids for each in sequences] == [reference(each) for each in sequences]
+
+
+def test_a_draft_that_was_not_made_because_the_answer_ends_counts_as_rejected_for_none() -> None:
+    manager = make_manager(max_drafts=7)
+    driver = Driver(manager)
+    sequences = [add_sequence(manager, number, max_tokens=200) for number in range(8)]
+    num_ended = 0
+    while manager.has_work:
+        before = {each: (each.acceptance, each.num_output_tokens) for each in sequences if each.finish_reason is None}
+        # As many right drafts for each as it has tokens before its last one.
+        lefts = {each: len(reference(each)) - each.num_output_tokens - 1 for each in before}
+        slots = {each.slot: min(7, max(0, left)) for each, left in lefts.items() if each.slot is not None}
+        driver.step({slot: (number, number) for slot, number in slots.items()})
+        for each, (acceptance, num_tokens) in before.items():
+            if each.finish_reason is FinishReason.STOP and num_tokens:
+                num_ended += 1
+                assert each.acceptance >= acceptance
+    assert num_ended > 3
     assert [each.output_token_ids for each in sequences] == [reference(each) for each in sequences]
 
 

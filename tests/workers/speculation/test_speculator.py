@@ -15,6 +15,7 @@ from workers.speculation.drafter import Drafter, DraftRequest
 from workers.speculation.speculator import LaunchedStep, Speculator
 
 VOCAB_SIZE = 100
+EOS = (98, 99)
 PROMPT = (5, 6, 7)
 SAMPLING = SamplingParams(max_tokens=50)
 
@@ -52,7 +53,7 @@ class Harness:
         self.drafter = FixedDrafter(*drafts)
         self.table = SlotTable(4, max_length, 64, 4, torch.device("cpu"))
         self.grammars: Any = ForcingGrammars()
-        self.speculator = Speculator(self.drafter, self.grammars, self.table, VOCAB_SIZE, group)
+        self.speculator = Speculator(self.drafter, self.grammars, self.table, VOCAB_SIZE, EOS, group)
         self.num_steps = 0
 
     def launch(
@@ -134,6 +135,48 @@ def test_drafts_that_no_one_asked_for_or_that_do_not_exist_are_dropped(
     (chunk,) = plan.chunks
     assert (chunk.num_drafts, chunk.num_tokens) == (len(usable), 1 + len(usable))
     assert chunk.token_ids == ((20, *usable) if usable else ())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafts", "usable"),
+    [
+        (SAMPLING, (1, 99, 2), (1,)),
+        (SAMPLING, (98, 1, 2), ()),
+        (SAMPLING, (1, 97, 2), (1, 97, 2)),
+        (SamplingParams(max_tokens=50, stop_token_ids=(97,)), (1, 97, 2), (1,)),
+        (SamplingParams(max_tokens=50, stop_token_ids=(97,)), (1, 2, 99), (1, 2)),
+        (SamplingParams(max_tokens=50, stop_token_ids=(97,), ignore_eos=True), (99, 97, 2), (99,)),
+    ],
+)
+def test_no_draft_is_verified_from_the_end_of_an_answer_on(
+    sampling: SamplingParams, drafts: tuple[int, ...], usable: tuple[int, ...]
+) -> None:
+    """The token that ends it is the one after the drafts before it, which the model chooses anyway."""
+    harness = Harness(*drafts)
+    harness.begin(sampling=sampling)
+    drawn = (*drafts, 50)[: 1 + len(usable)]
+    plan, result = harness.step(decode(3, 3), drawn=drawn)
+    (chunk,) = plan.chunks
+    assert chunk.token_ids[1:] == usable and result.token_ids == drawn
+
+
+@pytest.mark.parametrize(("ignores", "num_drafts"), [(False, 0), (True, 2)])
+def test_a_sequence_that_has_ended_gets_no_drafts(ignores: bool, num_drafts: int) -> None:
+    """The manager may have planned them before it knew the end."""
+    harness = Harness(30, 31)
+    harness.begin(slot=1, sampling=SamplingParams(max_tokens=50, ignore_eos=ignores), drawn=99)
+    harness.begin(slot=2)
+    plan, _ = harness.step(decode(3, 2, slot=1), decode(3, 2, slot=2), drawn=(50,) * (4 + num_drafts))
+    assert [chunk.num_drafts for chunk in plan.chunks] == [num_drafts, 2]
+    assert [request.slot for request in harness.drafter.requests] == ([1, 2] if ignores else [2])
+
+
+def test_a_token_that_a_grammar_forces_may_end_the_answer_too() -> None:
+    harness = Harness(40)
+    harness.grammars.forced[1] = (30, 99)
+    harness.begin(sampling=SamplingParams(max_tokens=50, grammar="start: /a+/"))
+    plan, _ = harness.step(decode(3, 2), drawn=(30, 99))
+    assert plan.chunks[0].token_ids == (20, 30)
 
 
 def test_tokens_behind_the_last_draft_stay_within_the_row_of_the_table() -> None:
