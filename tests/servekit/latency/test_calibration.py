@@ -101,6 +101,29 @@ def test_outcomes_of_an_overload_do_not_displace_all_others() -> None:
     assert after.high_s / after.low_s > 0.7 * before.high_s / before.low_s
 
 
+def overload(calibration: Calibration, factors: list[float], began_s: float) -> float:
+    """Tell outcomes of 1 s times these factors, of which about four are waited for together; return when the last came.
+
+    Each one was within its band.
+    """
+    for factor in factors:
+        began_s += 0.26 * factor
+        calibration.observe(1.0, 0.1, Band(0.0, 1.0, 10.0), factor, began_s)
+    return began_s
+
+
+def test_outcomes_that_were_waited_for_together_make_older_ones_fade_as_one() -> None:
+    calibration = Calibration()
+    overload(calibration, [0.9] * 100, overload(calibration, [1.1] * 150, 0.0))
+    assert calibration.band(1.0, 0.1).median_s == pytest.approx(1.1)  # faded by each of the hundred, it would be 0.9
+
+
+def test_a_rare_error_in_an_overload_is_not_in_the_band() -> None:
+    calibration = Calibration()
+    overload(calibration, [0.9 + 0.01 * (number % 20) for number in range(24)] + [2.0], 0.0)
+    assert calibration.band(1.0, 0.1).high_s < 1.2
+
+
 def test_the_band_of_a_duration_unlike_all_others_is_the_widest() -> None:
     calibration = Calibration()
     coverage(calibration, random.Random(4), 0.0, 0.2, longest_s=1.0)
