@@ -42,6 +42,23 @@ class SamplingRow(msgspec.Struct, frozen=True):  # cheap to make: there is one f
         return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.typical_p < 1.0
 
 
+# Sampling parameters that have no part in what a greedy row chooses, and nothing else to be computed from its logits.
+_IRRELEVANT_IF_GREEDY = {
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "stop_token_ids"),
+    *("include_stop", "ignore_eos", "skip_special_tokens", "visible_token_ids", "prediction"),
+}
+_DEFAULTS = msgspec.structs.asdict(SamplingParams(max_tokens=1))
+_DEFAULTS_IF_GREEDY = {field: value for field, value in _DEFAULTS.items() if field not in _IRRELEVANT_IF_GREEDY}
+
+
+def takes_likeliest(assignment: SlotAssignment) -> bool:
+    """Return whether each token of the sequence is the largest logit, and nothing else is read from the logits."""
+    sampling = assignment.sampling
+    if sampling.temperature >= MIN_TEMPERATURE or assignment.grammar is not None:
+        return False
+    return all(getattr(sampling, field) == default for field, default in _DEFAULTS_IF_GREEDY.items())
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsChunk:
     """A chunk that computes logprobs of prompt tokens: `num_tokens` positions from `start`."""
@@ -89,6 +106,7 @@ class SlotTable:
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
         self.slot_assignments: dict[int, SlotAssignment] = {}
+        self.takes_likeliest: dict[int, bool] = {}  # see the function; by slot
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: newly assigned slots, new blocks, and known token ids."""
@@ -103,6 +121,7 @@ class SlotTable:
     def assign(self, assignment: SlotAssignment) -> None:
         """Give the slot to a new sequence, and clear all state of the former one."""
         self.slot_assignments[assignment.slot] = assignment
+        self.takes_likeliest[assignment.slot] = takes_likeliest(assignment)
         self.num_blocks[assignment.slot] = 0
 
     def write(self, known: list[tuple[int, int, tuple[int, ...]]]) -> None:
@@ -149,7 +168,13 @@ class SlotTable:
 
 
 def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
-    """Bring the table up to date with the plan, and lay the step out flat.
+    """Bring the table up to date with the plan, and lay the step out flat."""
+    table.update(plan)
+    return lay_out(plan, table)
+
+
+def lay_out(plan: StepPlan, table: SlotTable) -> Batch:
+    """Lay the step out flat. The table is up to date with the plan.
 
     Chunks begin at `start`, and the plan has the token ids of their drafts: see workers/speculation/speculator.py.
 
@@ -158,7 +183,6 @@ def make_batch(plan: StepPlan, table: SlotTable) -> Batch:
     chunk begins at its newest valid token, and every cell after that one is written before it is read.
     """
     device, block_size = table.token_ids.device, table.block_size
-    table.update(plan)
     slots = np.array([chunk.slot for chunk in plan.chunks])
     begins = np.array([chunk.start for chunk in plan.chunks])
     num_queries = np.array([chunk.num_tokens for chunk in plan.chunks])

@@ -11,7 +11,7 @@ from typing import Any
 MAX_HEAD_DIM = 512  # as in kernels.h: a thread keeps one head on its stack
 PAGE_FORMATS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}  # by the format's name, the numbers in kernels.h
 STRIP = 32  # as in kernels.h: outputs are multiplied in strips of as many
-MAX_CONTINUED_TOKENS = 32  # as in kernels.h: there is memory for so many tokens of a step of a continuation
+MAX_STEP_TOKENS = 32  # as in kernels.h: a whole model has memory for so many tokens of a step
 LORA_RUN_ROWS = 16  # as in kernels.h: so many rows with one adapter are multiplied together
 
 _pointer: Any = ctypes.c_void_p
@@ -205,10 +205,11 @@ class CLanguageModel(ctypes.Structure):
         ("pages", _pointer),
         ("num_layers", _int64),
         ("hidden_size", _int64),
-        ("head_dim", _int64),
+        ("rotary_dim", _int64),
         ("embeddings", _pointer),
         ("num_embeddings", _int64),
-        ("frequencies", _pointer),
+        ("all_cosines", _pointer),
+        ("all_sines", _pointer),
         ("last_norm", _pointer),
         ("head", _pointer),
         ("num_choices", _int64),
@@ -220,7 +221,6 @@ class CLanguageModel(ctypes.Structure):
         ("block_table", _pointer),
         ("workspace", _pointer),
         ("gemm_workspace", _pointer),
-        ("rotation_scale", _float),
         ("last_norm_epsilon", _float),
     )
 
@@ -278,6 +278,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "add_experts": (None, [_pointer] * 3 + [_int64] + [_pointer] * 2),
     # layers, pages; num_layers; metadata, adapters, rotations, x, workspace, gemm_workspace
     "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 6),
+    # model, table, spans; num_spans; chosen
+    "compute_step": (None, [_pointer] * 3 + [_int64, _pointer]),
     # model, table, spans; num_spans; drafts; drafts_width
     "continue_greedily": (None, [_pointer] * 3 + [_int64, _pointer, _int64]),
     "use_all_threads": (None, []),

@@ -32,7 +32,7 @@ log = logging.getLogger("servekit.worker")
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("paged_attention.c", "layers.c", "skinny_gemm.c", "blocked_gemm.c", "quantized_gemm.c", "lora.c", "experts.c"),
-    *("decoder.c", "continuation.c", "compact_panels.c", "team.c"),
+    *("decoder.c", "language_model.c", "compact_panels.c", "team.c"),
 )
 HEADERS = (
     *("kernels.h", "kv_codes.h", "vectors.h", "products.h", "strips.h", "team.h", "tiles.h"),

@@ -271,34 +271,34 @@ void decode_layers(const decoder_layer *layers, const layer_pages *pages, int64_
                    const attention_metadata *metadata, const lora_step *adapters, const rotation *rotations, scalar *x,
                    scalar *workspace, void *gemm_workspace);
 
-/* -- greedy continuation (continuation.c) ------------------------------------------------------------------------- */
+/* -- a whole model (language_model.c) ------------------------------------------------------------------------------ */
 
-enum { MAX_CONTINUED_TOKENS = 32 }; /* MAX_CONTINUED_TOKENS in bindings.py is the same number */
+enum { MAX_STEP_TOKENS = 32 }; /* MAX_STEP_TOKENS in bindings.py is the same number */
 
-/* A model of the Llama family with its pages, and memory for the intermediate results of MAX_CONTINUED_TOKENS tokens. */
+/* A model of the Llama family with its pages, and memory for the intermediate results of MAX_STEP_TOKENS tokens. */
 typedef struct {
     const decoder_layer *layers;
     const layer_pages *pages;
-    int64_t num_layers, hidden_size, head_dim;
+    int64_t num_layers, hidden_size, rotary_dim;
     const scalar *embeddings; /* [num_embeddings, hidden_size]; larger ids are read as the last one */
     int64_t num_embeddings;
-    const float *frequencies; /* [head_dim / 2] by which a position is multiplied to give an angle */
+    const scalar *all_cosines, *all_sines; /* [number of positions, rotary_dim], both halves alike */
     const float *last_norm;
     const prepared_weight *head;
     int64_t num_choices; /* the first so many outputs of the head are tokens that may be chosen */
     int64_t largest_weight; /* how many numbers it has */
-    scalar *states;          /* [MAX_CONTINUED_TOKENS, hidden_size] */
-    scalar *cosines, *sines; /* [MAX_CONTINUED_TOKENS, head_dim] */
-    scalar *logits;          /* [MAX_CONTINUED_TOKENS, num_outputs of the head] */
-    int32_t *block_table;    /* [MAX_CONTINUED_TOKENS, width of the slot table] */
+    scalar *states;          /* [MAX_STEP_TOKENS, hidden_size] */
+    scalar *cosines, *sines; /* [MAX_STEP_TOKENS, rotary_dim] */
+    scalar *logits;          /* [MAX_STEP_TOKENS, num_outputs of the head] */
+    int32_t *block_table;    /* [MAX_STEP_TOKENS, width of the slot table] */
     scalar *workspace;       /* as of decode_layers, and at least as large as states */
     void *gemm_workspace;    /* as of decode_layers, and what the head's multiplication needs */
-    float rotation_scale, last_norm_epsilon;
+    float last_norm_epsilon;
 } language_model;
 
 /* The tokens and blocks of all slots. */
 typedef struct {
-    const int32_t *token_ids;    /* [num_slots, row_length] */
+    int32_t *token_ids;          /* [num_slots, row_length] */
     const int32_t *block_tables; /* [num_slots, width] */
     int64_t row_length, width, block_size;
 } slot_table;
@@ -308,7 +308,12 @@ typedef struct {
     int64_t slot, start, stop, num_drafts;
 } token_span;
 
-/* Compute the spans, which together have at most MAX_CONTINUED_TOKENS tokens and are in descending order of num_drafts.
+/* Compute the spans, which together have at most MAX_STEP_TOKENS tokens. model->logits gets those of the last token of each
+   span with drafts. chosen: NULL, or as many numbers, which get the likeliest tokens; the table gets them, too. */
+void compute_step(const language_model *model, const slot_table *table, const token_span *spans, int64_t num_spans,
+                  int64_t *chosen);
+
+/* Compute the spans, which together have at most MAX_STEP_TOKENS tokens and are in descending order of num_drafts.
    Then choose the likeliest token after each, compute it, and so on. All but the last of the chosen tokens have keys and
    values afterwards. drafts: [num_spans, drafts_width], the first num_drafts of each row are written. */
 void continue_greedily(const language_model *model, const slot_table *table, const token_span *spans, int64_t num_spans,

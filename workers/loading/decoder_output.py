@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servekit.errors import ConfigError
 from workers.layers.fused_decoder import FusedDecoder
@@ -102,6 +104,23 @@ class _FirstOutput:
         if self._output is None:
             self._output = self._compute(*arguments, **options)
         return self._output
+
+
+@torch.inference_mode()
+def has_plain_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> bool:
+    """Return whether the model's logits are what `head` gives for the decoder's hidden states, without scale or cap."""
+    parameter = next(model.parameters())
+    size = model.config.get_text_config().hidden_size
+    # So large that a cap of the logits changes them.
+    states = torch.linspace(-64.0, 64.0, size, dtype=parameter.dtype, device=parameter.device)[None, None]
+    output = MoeModelOutputWithPast(last_hidden_state=states)
+    decoder.forward = lambda *_, **__: output  # as in `computed_once`
+    try:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+        logits = model(input_ids=token, position_ids=token, use_cache=False).logits
+    finally:
+        del decoder.forward
+    return torch.equal(logits, head(states))
 
 
 class LastHiddenStates:

@@ -36,9 +36,9 @@ from servekit.protocol.messages import (
     WorkerReady,
 )
 from servekit.protocol.sampling_params import SamplingParams
-from workers.attention.interface import AttentionMetadata, PagedStep
+from workers.attention.interface import AttentionBackend, AttentionMetadata, PagedStep
 from workers.attention.selector import choose_attention
-from workers.batch import Batch, SlotTable, make_batch
+from workers.batch import Batch, SamplingRow, SlotTable, lay_out, make_batch
 from workers.device.memory import allocation_refused_as, cpu_memory, describe_memory, held_bytes, release_memory
 from workers.device.transfer import DeviceEvent, to_device, to_host
 from workers.device.triton_support import kernel_errors
@@ -47,8 +47,9 @@ from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, bloc
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
 from workers.kv_cache.transfer_connector import TransferConnector
+from workers.layers.cpu_language_model import CpuLanguageModel, make_cpu_language_model
 from workers.layers.layer_tap import LayerTap
-from workers.loading.decoder_output import LastHiddenStates, computed_once, tap_layers
+from workers.loading.decoder_output import LastHiddenStates, computed_once, has_plain_head, tap_layers
 from workers.loading.kv_scales import with_checkpoint_scales
 from workers.loading.model_manager import LoadedModel, ModelManager
 from workers.lora.lora_step import NO_ADAPTER
@@ -138,8 +139,8 @@ class StepOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedOutputs:
-    """The outputs of a step that was executed in parts; complete when it is made."""
+class CompleteOutputs:
+    """The outputs of a step that is complete, and its result made."""
 
     result: StepResult
 
@@ -206,6 +207,7 @@ class ModelRunner:
             "lower --max-num-seqs or --max-model-len",
         ):
             self.table = SlotTable(num_slots, max_length, max_blocks, block_size, device)
+        self._in_c = _language_model_in_c(loaded, self.attention, self.cache, self.table)
         self.connector: KVConnector | None = None
         self._transfers: TransferReport | None = None  # report of the newest step
         self._graphs: DecodeGraphs | None = None
@@ -304,10 +306,11 @@ class ModelRunner:
 
         return Pending(end.is_complete, finish)
 
-    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, Batch]:
+    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, Batch | None]:
         """Apply what the plan changes before anything is computed. Raises OutOfMemory.
 
-        Returns the inputs, and the plan that is executed: with speculation, it names the drafts.
+        Returns the plan that is executed, which names the drafts with speculation, and its inputs; None if C reads them
+        from the table.
         """
         try:
             return self._apply(plan)
@@ -315,7 +318,7 @@ class ModelRunner:
             raise OutOfMemory(f"the inputs of a step of {plan.num_tokens} tokens do not fit: {error}") from None
 
     @raises_out_of_memory
-    def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch]:
+    def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch | None]:
         if self.connector is not None:
             if self.loaded.lora is not None and self.loaded.lora.has_failed:
                 self.connector.stop_writing()
@@ -326,7 +329,18 @@ class ModelRunner:
             self._stage.receive_tokens(self.table.token_ids)
         if self._speculator is not None:
             plan = self._speculator.resolve(plan)
-        return plan, self._make_batch(plan)
+        self.table.update(plan)
+        return plan, None if self._is_one_call(plan) else self._make_batch(plan)
+
+    def _is_one_call(self, plan: StepPlan) -> bool:
+        """Return whether C computes the step from the table's tokens to logits."""
+        if self._in_c is None or self._speculator is not None or plan.num_tokens > self._in_c.max_tokens:
+            return False
+        table = self.table
+        return all(
+            table.slot_assignments[chunk.slot].adapter is None and table.prompt_logprobs_chunk(0, 0, chunk) is None
+            for chunk in plan.chunks
+        )
 
     @raises_out_of_memory
     def _send(self, plan: StepPlan) -> TransferReport | None:
@@ -342,7 +356,7 @@ class ModelRunner:
 
     def _make_batch(self, plan: StepPlan) -> Batch:
         """Lay the step out flat, and bring the adapters that it needs into memory."""
-        batch, pool = make_batch(plan, self.table), self.loaded.lora
+        batch, pool = lay_out(plan, self.table), self.loaded.lora
         if pool is None:
             return batch
         adapters = [self.table.slot_assignments[slot].adapter for slot in batch.slots.tolist()]
@@ -382,7 +396,7 @@ class ModelRunner:
         keys = [] if self.connector is None else self.connector.keys()
         return BlocksListed(tuple(keys[start : start + MAX_LISTED_KEYS]))
 
-    def _execute_within_memory(self, plan: StepPlan, batch: Batch) -> StepOutputs | MergedOutputs:
+    def _execute_within_memory(self, plan: StepPlan, batch: Batch | None) -> StepOutputs | CompleteOutputs:
         """Execute the step at once; if memory does not hold it, in parts of half as many tokens, and so on."""
         max_tokens = plan.num_tokens
         try:
@@ -408,17 +422,19 @@ class ModelRunner:
         )
 
     @raises_out_of_memory
-    def _execute_in_parts(self, plan: StepPlan, max_tokens: int) -> MergedOutputs:
+    def _execute_in_parts(self, plan: StepPlan, max_tokens: int) -> CompleteOutputs:
         results = []
         for part in split_plan(plan, max_tokens):
             outputs = self._execute(part.plan, self._make_batch(part.plan))
             DeviceEvent(self.loaded.device).wait()  # so that memory holds one part's tensors at a time
             results.append((outputs.read(), part.chunk_indices))
-        return MergedOutputs(merge_results(results))
+        return CompleteOutputs(merge_results(results))
 
     @raises_out_of_memory
-    def _execute(self, plan: StepPlan, batch: Batch) -> StepOutputs:
+    def _execute(self, plan: StepPlan, batch: Batch | None) -> StepOutputs | CompleteOutputs:
         """Launch the forward pass and the choice of tokens."""
+        if batch is None:
+            return self._execute_in_one_call(plan)
         if self._stage is not None and not self._stage.is_last:
             self._forward(batch, batch.logits_indices)
             if self._stage.is_first:
@@ -426,18 +442,42 @@ class ModelRunner:
             return StepOutputs(plan, None, None)
         grammars = self.grammars.begin(batch.sampling, self.table)
         raw_logits, of_prompts = self._compute(batch)
-        sampled = self._choose(raw_logits, batch, grammars) if batch.sampling else None
+        sampled = None
+        if batch.sampling:
+            sampled = self._choose(raw_logits, batch.sampling, batch.sampled_cells, grammars, batch.adapter_failures)
         if self._speculator is not None:
             self._speculator.observe(batch, self._taken_hidden_states(batch))
         return StepOutputs(plan, sampled, of_prompts)
 
-    def _choose(self, raw_logits: Tensor, batch: Batch, grammars: GrammarBatch) -> SampledTokens:
+    def _execute_in_one_call(self, plan: StepPlan) -> StepOutputs | CompleteOutputs:
+        """Do the same for a step that `_is_one_call`: C computes it, and chooses tokens where all rows are greedy."""
+        assert self._in_c is not None
+        table, chosen = self.table, [chunk for chunk in plan.chunks if chunk.samples]
+        spans = [(chunk.slot, chunk.start, chunk.start + chunk.num_tokens, int(chunk.samples)) for chunk in plan.chunks]
+        if all(table.takes_likeliest[chunk.slot] for chunk in chosen):
+            token_ids = self._in_c.choose(spans)
+            return CompleteOutputs(StepResult(plan.epoch, plan.step_id, tuple(token_ids), step_time_s=0.0))
+        rows = [table.sampling_row(chunk) for chunk in chosen]
+        grammars = self.grammars.begin(rows, table)
+        cells = torch.tensor([row.slot * table.row_length + row.position for row in rows])
+        return StepOutputs(plan, self._choose(self._in_c.logits(spans), rows, cells, grammars, {}), None)
+
+    def _choose(
+        self,
+        raw_logits: Tensor,
+        rows: list[SamplingRow],
+        cells: Tensor,
+        grammars: GrammarBatch,
+        adapter_failures: dict[int, str],
+    ) -> SampledTokens:
         """Choose a token for each row of raw logits [num_sampled, vocab_size], and write it to the token table.
+
+        It gets the cells [num_sampled]. `adapter_failures` has, by slot, the reason why its adapter cannot be used.
 
         All ranks of the last stage have the same logits and choose the same tokens. Only grammars need the first of
         them, because it depends on the time whether a mask is ready.
         """
-        rows, table, group = batch.sampling, self.table, self._group
+        table, group = self.table, self._group
         is_constrained = group is not None and any(table.is_constrained(row) for row in rows)
         logits = adjust(raw_logits, rows, table)
         logits = ban(logits, rows, table)
@@ -449,13 +489,13 @@ class ModelRunner:
             token_ids = group.broadcast(token_ids)
         if not token_ids.is_cuda:
             self.grammars.ask_ahead(grammars, rows, token_ids)
-        table.token_ids.index_copy_(0, batch.sampled_cells, token_ids.int())
+        table.token_ids.index_copy_(0, cells, token_ids.int())
         if self._stage is not None:
             self._stage.return_tokens(token_ids)
         logprobs = sampled_logprobs(raw_logits, token_ids, rows)
         failures, deferred = constrained.failures, constrained.deferred
-        if batch.adapter_failures:
-            of_adapters = {i: batch.adapter_failures.get(row.slot) for i, row in enumerate(rows)}
+        if adapter_failures:
+            of_adapters = {i: adapter_failures.get(row.slot) for i, row in enumerate(rows)}
             merged = {**dict(failures), **{i: failure for i, failure in of_adapters.items() if failure is not None}}
             failures = tuple(sorted(merged.items()))
             deferred = tuple(i for i in deferred if i not in merged)
@@ -638,8 +678,9 @@ class ModelRunner:
         return sorted(end for end in possible_ends if end > 0)
 
     def _run_in_chunks(self, token_ids: tuple[int, ...], ends: list[int] | None = None) -> Tensor:
-        """Return [2, vocab_size]: the last logits of a sequence computed in chunks, and again from the head alone.
+        """Return the last logits of a sequence computed in chunks, and again from the head alone: [2, vocab_size].
 
+        Where one call of C computes such chunks, its logits are a third row.
         `ends`: where the chunks end; None for those of the self-check.
         """
         blocks, ends = self._self_check_blocks(len(token_ids)), ends or self._self_check_ends(len(token_ids))
@@ -653,7 +694,10 @@ class ModelRunner:
                 logits = self._forward(batch, batch.logits_indices)
                 from_head = self._forward(batch, batch.logits_indices)
             self._check_graphs(batch, logits)
-        return torch.cat([logits, from_head])
+            found = [logits, from_head]
+            if self._in_c is not None and stop - start <= self._in_c.max_tokens:
+                found.append(self._in_c.logits([(0, start, stop, 1)]))
+        return torch.cat(found)
 
     def _self_check_blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of the self-check's sequence."""
@@ -687,6 +731,17 @@ class ModelRunner:
         for graphs in (self._graphs, self._lora_graphs, self._mixed_graphs):
             if graphs is not None:
                 graphs.check(batch, logits, self._logits_tolerance)
+
+
+def _language_model_in_c(
+    loaded: LoadedModel, attention: AttentionBackend, cache: KVCache, table: SlotTable
+) -> CpuLanguageModel | None:
+    """Return what computes a step of few tokens in one call; None if C cannot compute all of this model."""
+    head = loaded.model.get_output_embeddings()
+    if loaded.ranks is not None or head is None:
+        return None
+    in_c = make_cpu_language_model(loaded.decoder, head, attention, cache, table, loaded.info.vocab_size)
+    return in_c if in_c is not None and has_plain_head(loaded.model, loaded.decoder, head) else None
 
 
 def _layer_shapes(loaded: LoadedModel, settings: LoadModel) -> list[LayerShape]:

@@ -34,10 +34,10 @@ from workers.batch import Batch, make_batch
 from workers.device.memory import allocation_refused_as
 from workers.device.transfer import to_device
 from workers.kv_cache.pages import KVCache, bytes_per_block
+from workers.layers.cpu_language_model import make_cpu_language_model
 from workers.layers.fused_decoder import FusedDecoder
 from workers.layers.linear import can_pack
 from workers.loading.model_manager import LoadedModel, ModelManager
-from workers.speculation.continuation import make_continuation
 from workers.speculation.drafter import Drafter, DraftRequest, Target
 
 log = logging.getLogger("servekit.worker")
@@ -210,7 +210,7 @@ class DraftModelDrafter(Drafter):
         self._demand = 0
         self._is_asked = False  # whether the newest plan asked for drafts
         self._no_mask = torch.zeros(1, 1, 1, 1, device=loaded.device)
-        self._continuation = make_continuation(
+        self._in_c = make_cpu_language_model(
             loaded.decoder, draft.head, draft.attention, self.cache, target.table, self._vocab_size
         )
         self._dtype_of_states = torch.empty(0, dtype=loaded.dtype, device=loaded.device)  # for rotations
@@ -350,10 +350,10 @@ class DraftModelDrafter(Drafter):
         for slot, _, stop in spans:
             self._set_computed(slot, stop)
             self._drafted.pop(slot, None)
-        continuation, num_tokens = self._continuation, sum(stop - start for _, start, stop in spans)
-        if continuation is not None and num_tokens <= continuation.max_tokens:
+        in_c, num_tokens = self._in_c, sum(stop - start for _, start, stop in spans)
+        if in_c is not None and num_tokens <= in_c.max_tokens:
             wanted = [0] * len(spans) if numbers is None else numbers
-            return continuation.run([(*span, number) for span, number in zip(spans, wanted, strict=True)])
+            return in_c.continue_greedily([(*span, number) for span, number in zip(spans, wanted, strict=True)])
         first = self._first_drafts(spans)
         return [] if numbers is None else self._continue(first, spans, numbers)
 

@@ -4,14 +4,14 @@ import os
 import sys
 
 if "servekit.worker" in sys.orig_argv:
-    from workers.runner import model_runner
+    from workers.batch import SlotTable
 
-    _make_batch = model_runner.make_batch
+    _update = SlotTable.update
     _poison = int(os.environ["POISON_TOKEN"])
 
-    def _make_poisoned_batch(plan, table):  # type: ignore[no-untyped-def]
+    def _update_unless_poisoned(table, plan):  # type: ignore[no-untyped-def]
         if any(_poison in row.token_ids for row in plan.chunks):
             os._exit(3)
-        return _make_batch(plan, table)
+        _update(table, plan)
 
-    model_runner.make_batch = _make_poisoned_batch
+    SlotTable.update = _update_unless_poisoned  # type: ignore[method-assign]

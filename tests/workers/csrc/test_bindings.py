@@ -68,7 +68,7 @@ def test_every_function_of_the_header_has_a_prototype_with_as_many_arguments() -
         ("MAX_HEAD_DIM", bindings.MAX_HEAD_DIM),
         ("STRIP", bindings.STRIP),
         ("LORA_RUN_ROWS", bindings.LORA_RUN_ROWS),
-        ("MAX_CONTINUED_TOKENS", bindings.MAX_CONTINUED_TOKENS),
+        ("MAX_STEP_TOKENS", bindings.MAX_STEP_TOKENS),
     ],
 )
 def test_constants_are_those_of_the_headers(name: str, number: int) -> None:

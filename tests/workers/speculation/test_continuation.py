@@ -16,10 +16,10 @@ from tests.support.load_settings import load_settings
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
 from tests.workers.test_token_identity import make_prompts
 from workers.csrc.build import c_library
+from workers.layers.cpu_language_model import CpuLanguageModel, Span
 from workers.layers.linear import can_pack
 from workers.layers.skinny_gemm import SkinnyGemm, SkinnyGemmWeight
 from workers.loading.model_manager import LoadedModel
-from workers.speculation.continuation import GreedyContinuation, Span
 from workers.speculation.draft_model import DraftModel, load_draft_model
 
 MAX_DRAFTS = 5
@@ -68,14 +68,14 @@ def test_drafts_of_one_call_are_those_of_a_call_for_each_round(
     engine = engine_of(*draft_of_itself(tmp_path))
     engine.manager.draft_lengths = DifferentLengths(MAX_DRAFTS)
     drafter, num_rows, num_drafts, num_prompts = engine.runner.drafter, 0, 0, 0
-    compute, in_one_call = drafter._compute, drafter._continuation
+    compute, in_one_call = drafter._compute, drafter._in_c
     assert in_one_call is not None
 
     def compared(spans: list[tuple[int, int, int]], numbers: list[int] | None = None) -> list[list[int]]:
         nonlocal num_rows, num_drafts, num_prompts
-        drafter._continuation = None
+        drafter._in_c = None
         expected = compute(spans, numbers)
-        drafter._continuation = in_one_call
+        drafter._in_c = in_one_call
         found = compute(spans, numbers)
         if numbers is None:
             num_prompts += len(spans)
@@ -98,7 +98,7 @@ def test_drafts_in_bfloat16_are_mostly_right(tmp_path: Path) -> None:
     model_type, sizes = ARCHITECTURES["llama"]
     make_model(tmp_path, model_type, {**sizes, **SIZES})
     engine = engine_of(*draft_of_itself(tmp_path, "bfloat16"))
-    assert engine.runner.drafter._continuation is not None
+    assert engine.runner.drafter._in_c is not None
     for prompt in make_prompts(VOCAB_SIZE):
         engine.add(prompt, max_tokens=24, ignore_eos=True)
     engine.run()
@@ -113,12 +113,14 @@ def test_ids_beyond_its_embedding_are_read_as_the_last_one_and_none_beyond_the_c
     make_model(tmp_path, model_type, {**sizes, **SIZES})
     engine = engine_of(*draft_of_itself(tmp_path))
     spans: list[list[Span]] = []
-    run = GreedyContinuation.run
-    monkeypatch.setattr(GreedyContinuation, "run", lambda self, some: (spans.append(some), run(self, some))[1])
+    run = CpuLanguageModel.continue_greedily
+    monkeypatch.setattr(
+        CpuLanguageModel, "continue_greedily", lambda self, some: (spans.append(some), run(self, some))[1]
+    )
     engine.add(make_prompts(VOCAB_SIZE)[2], max_tokens=24, ignore_eos=True)
     for _ in range(4):
         engine.step()
-    continuation = engine.runner.drafter._continuation
+    continuation = engine.runner.drafter._in_c
     slot, start, stop, num_drafts = spans[-1][0]
     token_ids, cell = engine.runner.table.token_ids, slot * engine.runner.table.row_length + stop - 1
 
@@ -146,4 +148,4 @@ def test_other_models_make_their_drafts_one_call_after_the_other(
 ) -> None:
     model_type, sizes = ARCHITECTURES[name]
     make_model(tmp_path, model_type, {**sizes, **changes})
-    assert engine_of(*draft_of_itself(tmp_path)).runner.drafter._continuation is None
+    assert engine_of(*draft_of_itself(tmp_path)).runner.drafter._in_c is None
