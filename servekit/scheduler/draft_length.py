@@ -296,10 +296,10 @@ class DraftLengths:
         """Learn from the drafts of a sequence. Call it before `observe`.
 
         A draft that was planned and not made counts as rejected, because planning it was useless. But a worker leaves
-        out those from the end of the answer on. `ends`: whether the token after the accepted drafts ends it. Then there
-        was none to be rejected.
+        out those from the end of the answer on. `ends`: whether the token after the accepted drafts ends it. Then
+        only those that were made can have been rejected.
         """
-        if ends and num_accepted == num_verified:
+        if ends:
             num_planned = num_verified
         for position in range(num_verified):
             self.num_drafted[position] += 1
