@@ -23,13 +23,18 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from servekit.errors import ConfigError
 
 log = logging.getLogger("servekit.worker")
+
+Bytes = NDArray[np.uint8]
 
 KEY_BYTES = 16
 FORMAT = 1  # version of the files and of the pages' layout; files of another version are not read
@@ -80,7 +85,7 @@ class DiskTier:
         self._prefetchers = ThreadPoolExecutor(NUM_PREFETCHERS, thread_name_prefix="kv-prefetch")
         self._max_prefetched = max(1, MAX_PREFETCHED_BYTES // self._file_bytes)
         # (when it began, the reading), the oldest first
-        self._prefetched: OrderedDict[bytes, tuple[float, Future[memoryview | None]]] = OrderedDict()
+        self._prefetched: OrderedDict[bytes, tuple[float, Future[Bytes | None]]] = OrderedDict()
         threading.Thread(target=self._write_all, daemon=True, name="kv-write").start()
 
     def __contains__(self, key: bytes) -> bool:
@@ -130,27 +135,35 @@ class DiskTier:
             if len(self._prefetched) >= self._max_prefetched:
                 return
             if key not in self._prefetched and key in self:
-                self._prefetched[key] = now_s, self._prefetchers.submit(self._read, key)
+                self._prefetched[key] = now_s, self._prefetchers.submit(self._read_ahead, key)
 
-    def read(self, keys: list[bytes]) -> dict[bytes, memoryview]:
-        """Return the blocks that are there and undamaged; the files of damaged ones are deleted."""
-        blocks: dict[bytes, memoryview] = {}
-        for key, reading in [(key, self._begin(key)) for key in keys]:
-            block = reading.result()
-            if block is None and key in self:  # it was not there ahead of need, and has been written since
-                block = self._read(key)
-            if block is not None:
-                blocks[key] = block
+    def read(self, keys: list[bytes], rows: list[Bytes]) -> list[bool]:
+        """Read blocks into memory, one row for each key. Returns which were there and undamaged.
+
+        The files of damaged ones are deleted, and anything may be in their rows.
+        """
+        readings = [
+            self._readers.submit(self._fill, key, row, self._prefetched.pop(key, (0.0, None))[1])
+            for key, row in zip(keys, rows, strict=True)
+        ]
+        wait(readings)  # for all of them, also if one raises: then nothing writes to the rows any more
+        were_read = [reading.result() for reading in readings]
         with self._lock:
-            for key in blocks:
-                if key in self._keys:
+            for key, was_read in zip(keys, were_read, strict=True):
+                if was_read and key in self._keys:
                     self._keys.move_to_end(key)
-        return blocks
+        return were_read
 
-    def _begin(self, key: bytes) -> Future[memoryview | None]:
-        """Return the reading of a block, which may have begun long ago."""
-        _, reading = self._prefetched.pop(key, (0.0, None))
-        return self._readers.submit(self._read, key) if reading is None or reading.cancel() else reading
+    def _fill(self, key: bytes, row: Bytes, ahead: Future[Bytes | None] | None) -> bool:
+        """Read a block, unless that has begun ahead of need."""
+        if ahead is not None and not ahead.cancel() and (block := ahead.result()) is not None:
+            np.copyto(row, block)
+            return True
+        return self._read(key, row)  # also if it was not there ahead of need: it may have been written since
+
+    def _read_ahead(self, key: bytes) -> Bytes | None:
+        block = np.empty(self._file_bytes - _HEADER.size, dtype=np.uint8)
+        return block if self._read(key, block) else None
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -191,33 +204,38 @@ class DiskTier:
     def _path(self, key: bytes) -> Path:
         return self._folder / f"{key.hex()}{_SUFFIX}"
 
-    def _header(self, key: bytes, block: bytes | bytearray | memoryview) -> bytes:
+    def _header(self, key: bytes, block: bytes | memoryview) -> bytes:
         checksum = zlib.crc32(block, zlib.crc32(key + self._model))
         return _HEADER.pack(_MAGIC, FORMAT, self._model, key, len(block), checksum)
 
-    def _read(self, key: bytes) -> memoryview | None:
+    def _read(self, key: bytes, row: Bytes) -> bool:
+        """Read a block into memory. Returns whether it was there and undamaged."""
         with self._lock:
-            if (block := self._waiting.get(key)) is not None:
-                return memoryview(bytearray(block))
-            if key not in self._keys:
-                return None
-        path, contents = self._path(key), bytearray(self._file_bytes + 1)  # a byte more, to notice a longer file
+            unwritten = self._waiting.get(key)
+            if unwritten is None and key not in self._keys:
+                return False
+        if unwritten is not None:
+            np.copyto(row, np.frombuffer(unwritten, dtype=np.uint8))
+            return True
+        path, header = self._path(key), bytearray(_HEADER.size)
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
-                num_bytes = file.readinto(contents)
-                os.utime(file.fileno())  # for the order in which the next worker finds them
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                num_bytes = os.preadv(fd, [header, row.data, bytearray(1)], 0)  # a byte more, to notice a longer file
+                os.utime(fd)  # for the order in which the next worker finds them
+            finally:
+                os.close(fd)
             what = None
         except OSError as error:
             num_bytes, what = 0, str(error)
-        block_view = memoryview(contents)[_HEADER.size : self._file_bytes]
-        if num_bytes == self._file_bytes and contents[: _HEADER.size] == self._header(key, block_view):
-            return block_view
+        if num_bytes == self._file_bytes and header == self._header(key, row.data):
+            return True
         log.warning("the KV block in %s cannot be used, and is computed again: %s", path, what or "it is damaged")
         with contextlib.suppress(OSError):
             path.unlink()
         with self._lock:  # behind the deletion: from now on the block may be written again, while others are read
             self._keys.pop(key, None)
-        return None
+        return False
 
     def _write_all(self) -> None:
         """Write blocks for the whole life of the process."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -79,6 +79,7 @@ class OffloadingConnector:
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_writing = disk is not None
         self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
+        self._memory = self._buffer.numpy()
         self._copies = (_HostCopies if self._device.type == "cpu" else _DeviceCopies)(self._pages, self._buffer)
 
     def transfer(self, plan: StepPlan) -> TransferReport:
@@ -86,7 +87,8 @@ class OffloadingConnector:
         for key, _ in plan.loads:  # so that the stores do not drop them
             self._touch(key)
         dropped = self._dropped
-        num_stored = self._store([each for each in plan.stores if not self._touch(each[1])], dropped)
+        stores = self._without_short_lived([each for each in plan.stores if not self._touch(each[1])], plan.loads)
+        num_stored = self._store(stores, dropped)
         num_from_disk, failed = self._load(plan.loads, dropped) if plan.loads else (0, [])
         disk = self._disk
         if disk is not None:
@@ -126,6 +128,18 @@ class OffloadingConnector:
         self._rows.move_to_end(key)
         return True
 
+    def _without_short_lived(
+        self, stores: list[tuple[int, bytes]], loads: tuple[tuple[bytes, int], ...]
+    ) -> list[tuple[int, bytes]]:
+        """Leave out blocks on the disk that the loads of the same plan would drop from memory again."""
+        disk = self._disk
+        if disk is None:
+            return stores
+        num_loads = sum(key not in self._rows for key, _ in loads)
+        num_short_lived = max(0, len(stores) - max(0, self._num_blocks - num_loads))
+        short_lived = [store for store in stores[:num_short_lived] if store[1] not in disk]
+        return short_lived + stores[num_short_lived:]
+
     def _store(self, stores: list[tuple[int, bytes]], dropped: list[bytes]) -> int:
         """Return how many blocks were stored. Keys that are not in memory any more are appended to `dropped`."""
         dropped += [key for _, key in stores[: -self._num_blocks]]  # there is no room for more
@@ -141,7 +155,7 @@ class OffloadingConnector:
                 self._copies.wait()
                 for (_, key), row in zip(batch, rows, strict=True):
                     if key not in self._disk:
-                        self._disk.write(key, self._buffer[row].numpy().tobytes())
+                        self._disk.write(key, self._memory[row].tobytes())
         return len(stores)
 
     def _load(self, loads: tuple[tuple[bytes, int], ...], dropped: list[bytes]) -> tuple[int, list[int]]:
@@ -156,16 +170,14 @@ class OffloadingConnector:
         batch_blocks = min(BATCH_BLOCKS, self._num_blocks)  # not more at once than the memory has room for
         for first in range(0, len(elsewhere), batch_blocks):
             batch = elsewhere[first : first + batch_blocks]
-            found = self._disk.read([loads[index][0] for index in batch])
-            keys = [loads[index][0] for index in batch if loads[index][0] in found]
-            rows = self._claim_rows(len(keys), dropped)
+            keys = [loads[index][0] for index in batch]
+            rows = self._claim_rows(len(batch), dropped)
             self._copies.wait()  # the rows may be on their way to the pages, or from them
-            for key, row in zip(keys, rows, strict=True):
-                self._buffer[row] = torch.frombuffer(found[key], dtype=torch.uint8)
-            self._keep(keys, rows)
-            blocks = [loads[index][1] for index in batch if loads[index][0] in found]
-            self._fill_pages(list(zip(rows, blocks, strict=True)))
-            failed += [index for index in batch if loads[index][0] not in found]
+            were_read = self._disk.read(keys, [self._memory[row] for row in rows])
+            self._keep([key if was_read else None for key, was_read in zip(keys, were_read, strict=True)], rows)
+            results = list(zip(batch, rows, were_read, strict=True))
+            self._fill_pages([(row, loads[index][1]) for index, row, was_read in results if was_read])
+            failed += [index for index, _, was_read in results if not was_read]
         return len(elsewhere) - len(failed), failed
 
     def _claim_rows(self, num_rows: int, dropped: list[bytes]) -> list[int]:
@@ -180,10 +192,11 @@ class OffloadingConnector:
             dropped.append(key)
         return self._free_rows[len(self._free_rows) - num_rows :]
 
-    def _keep(self, keys: list[bytes], rows: list[int]) -> None:
-        """Give keys the rows that were claimed last, and have been filled since."""
-        del self._free_rows[len(self._free_rows) - len(rows) :]
-        self._rows.update(zip(keys, rows, strict=True))
+    def _keep(self, keys: Sequence[bytes | None], rows: list[int]) -> None:
+        """Give keys the rows that were claimed last, and have been filled since. Rows without a key stay free."""
+        pairs = list(zip(keys, rows, strict=True))
+        self._free_rows[len(self._free_rows) - len(rows) :] = [row for key, row in pairs if key is None]
+        self._rows.update((key, row) for key, row in pairs if key is not None)
 
     def _fill_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy rows of the buffer to blocks; `copies` are (row, block)."""

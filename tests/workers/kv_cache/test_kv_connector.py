@@ -134,6 +134,43 @@ def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
     assert report.failed_loads == (0,) and report.num_loaded_from_memory == 1
 
 
+def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free(tmp_path: Path) -> None:
+    cache = make_cache()
+    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
+    connector = OffloadingConnector(cache, 3, disk)
+    before = [contents(cache, block) for block in range(8)]
+    for number in range(6):
+        connector.transfer(plan(stores=((number, number),)))
+    until_written(disk, *KEYS[:6])
+    for number in (0, 2):
+        (path,) = tmp_path.glob(f"*/0/{KEYS[number].hex()}.block")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    report = connector.transfer(plan(loads=((0, 5), (1, 6), (2, 7))))
+    assert report.failed_loads == (0, 2) and report.num_loaded_from_disk == 1
+    assert report.num_in_memory == 1 and sorted(connector._free_rows + list(connector._rows.values())) == [0, 1, 2]
+    assert are_equal(contents(cache, 6), before[1])
+    assert are_equal(contents(cache, 5), before[5]) and are_equal(contents(cache, 7), before[7]), "they are not written"
+    assert connector.transfer(plan(loads=((3, 0), (4, 2), (1, 5)))).num_loaded_from_memory == 1
+    assert [are_equal(contents(cache, block), before[key]) for key, block in ((3, 0), (4, 2), (1, 5))] == [True] * 3
+
+
+def test_a_block_on_the_disk_is_not_copied_to_memory_that_the_same_step_needs_for_its_loads(tmp_path: Path) -> None:
+    cache = make_cache()
+    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
+    connector = OffloadingConnector(cache, 3, disk)
+    before = [contents(cache, block) for block in range(8)]
+    for number in range(7):
+        connector.transfer(plan(stores=((number, number),)))
+    until_written(disk, *KEYS[:7])
+    # Key 7 is nowhere else; of the others, memory has room for one besides the two that are loaded.
+    report = connector.transfer(plan(stores=((7, 7), (1, 1), (2, 2)), loads=((0, 1), (3, 2))))
+    assert report.num_stored == 3 - 1 and not report.dropped_keys
+    assert set(connector._rows) == {KEYS[2], KEYS[0], KEYS[3]}
+    until_written(disk, KEYS[7])
+    connector.transfer(plan(loads=((1, 4), (2, 5), (7, 6))))
+    assert [are_equal(contents(cache, block), before[key]) for key, block in ((1, 4), (2, 5), (7, 6))] == [True] * 3
+
+
 def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tmp_path: Path) -> None:
     cache = make_cache()
     disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
