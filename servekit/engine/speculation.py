@@ -54,7 +54,10 @@ def choose_drafter(config: ServeConfig, model_path: Path) -> SpeculativeConfig:
     if is_simulated(config.model):
         return wanted
     if wanted.path:
-        return replace(wanted, path=str(find_model(wanted.path)))
+        try:
+            return replace(wanted, path=str(find_model(wanted.path)))
+        except ConfigError as error:
+            raise ConfigError(f"speculative = {config.speculative!r} (--speculative): {error}") from None
     if wanted.method in ("draft", "medusa") and not Path(wanted.directory(str(model_path))).is_dir():
         raise ConfigError(
             f"speculative = {config.speculative!r} (--speculative): no {wanted.method} folder comes with the model in "

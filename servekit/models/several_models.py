@@ -43,7 +43,6 @@ from servekit.models.names import Names, Split, StickyBy
 from servekit.models.residency import DEFAULT_LOAD_S, Admit, Load, ModelNeeds, Residency, State, Unload
 from servekit.observability.live_frames import LiveState
 from servekit.observability.metrics import HttpMetrics, LoadMetrics, ModelMetrics, SeveralModelsMetrics
-from servekit.protocol.heap import trim_heap
 from servekit.remote.remote_engine import RemoteEngine
 from servekit.remote.remote_model import RemoteModel
 from servekit.remote.remote_predictor import RemotePredictor
@@ -768,24 +767,17 @@ class SeveralModels:
         self.look()
 
     def _collect_soon(self) -> None:
-        """Free the memory of an engine that has ended, when its tasks have ended, too."""
+        """Free the memory of an engine that has ended.
+
+        Its objects refer to each other in cycles, and the server's collector hardly ever looks at old objects
+        (`GC_THRESHOLDS`). Without this, each time that a model makes room, its tokenizer and its tables would stay.
+        """
         if self._collection is not None:
             self._collection.cancel()
         if not self._is_stopping:
-            self._collection = asyncio.get_running_loop().call_later(COLLECT_DELAY_S, self._collect)
-
-    def _collect(self) -> None:
-        """Free objects that nothing refers to, and return what they took to the kernel.
-
-        An engine's objects refer to each other in cycles, and the server's collector hardly ever looks at old objects
-        (`GC_THRESHOLDS`). Without this, each time that a model makes room, its tokenizer and its tables would stay.
-        The C library would keep their memory, too: a large tokenizer consists of many small blocks.
-        """
-        self._collection = None
-        gc.collect()
-        # In a thread, so that the event loop goes on until it needs the heap, which is locked: a trim of 40 MiB takes
-        # 17 ms, and more on a busy machine. The collection takes 11 ms beside it.
-        self._start_task(asyncio.to_thread(trim_heap), "trim the heap")
+            # The C library keeps what is freed, and the next engine uses it. `malloc_trim` would return it to the
+            # kernel, but it locks the heap: for 13 to 144 ms after a tokenizer of 50 MiB, and all streams would wait.
+            self._collection = asyncio.get_running_loop().call_later(COLLECT_DELAY_S, gc.collect)
 
     def _admit(self, model: ManagedModel) -> None:
         """Let waiting requests use the model."""

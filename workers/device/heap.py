@@ -1,4 +1,4 @@
-"""Trim the worker's C heap when it has grown, so that its memory does not grow with its age.
+"""Give free memory of the C heap back to the kernel, so that the worker's memory does not grow with its age.
 
 Each step allocates tensors of other sizes than the step before, and glibc puts them into the same heap as everything
 that stays. So the free memory lies in pieces between what is in use, and the heap grows although no more of it is used.
@@ -6,15 +6,21 @@ that stays. So the free memory lies in pieces between what is in use, and the he
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from servekit.protocol.heap import trim_heap
-
 GROWTH_BYTES = 2**26  # less growth is not worth the time of a trim, about 20 ms
 MIN_INTERVAL_S = 10.0  # steps wait for memory during a trim, and then take its pages again from the kernel
+
+
+def trim_heap() -> None:
+    """Return free pages of the heap to the kernel. Without glibc, nothing happens."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 class HeapTrimmer:

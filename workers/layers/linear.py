@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from servekit.protocol.heap import trim_heap
+from workers.device.heap import trim_heap
 from workers.layers.quantized_linear import DequantizingWeight, QuantizedLinear
 from workers.parallel.rank_group import RankGroup
 from workers.quantization.quantized_tensor import QuantizedTensor, stack_outputs

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servekit.protocol.heap import trim_heap
 from workers.csrc.bindings import STRIP, CPreparedWeight, CQuantizedWeight
 from workers.csrc.build import LANES
+from workers.device.heap import trim_heap
 from workers.layers.cpu_weight import CpuWeight
 from workers.layers.linear import Weight
 from workers.layers.quantized_linear import DequantizingWeight

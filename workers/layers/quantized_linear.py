@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from servekit.protocol.heap import trim_heap
+from workers.device.heap import trim_heap
 from workers.quantization.quantized_tensor import QuantizedTensor
 
 

@@ -15,10 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from servekit.errors import ConfigError
 from servekit.protocol.cpu_dtype import CONFIG_KEY, cpu_dtype
-from servekit.protocol.heap import trim_heap
 from servekit.protocol.messages import ModelInfo
 from workers.attention.interface import AttentionParams
 from workers.attention.selector import PAGED_ATTENTION
+from workers.device.heap import trim_heap
 from workers.device.memory import allocation_refused_as
 from workers.kv_cache.pages import LayerShape
 from workers.layers.layer_replacement import replace_layers

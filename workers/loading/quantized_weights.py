@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from servekit.errors import ConfigError
 from servekit.protocol.gguf_index import WEIGHTS as GGUF
-from servekit.protocol.heap import trim_heap
+from workers.device.heap import trim_heap
 from workers.layers.linear import is_plain_linear
 from workers.layers.quantized_linear import QuantizedEmbedding, QuantizedLinear
 from workers.loading.checkpoint import find_weights
