@@ -52,7 +52,7 @@ def test_a_draft_model_behind_prompt_lookup_works_with_tensor_parallelism(tmp_pa
 def test_the_files_of_a_drafter_are_found_before_a_worker_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no draft folder comes with the model"):
         chosen(tmp_path, "draft")
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match=r"\(--speculative\): .*there is no such directory"):
         chosen(tmp_path, f"draft:{tmp_path}/missing")
     small = tmp_path / "small"
     small.mkdir()
