@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from servekit.protocol.heap import trim_heap
 from workers.csrc.build import c_library
+from workers.device.heap import trim_heap
 from workers.layers.layer_replacement import make_cpu_method
 from workers.layers.linear import LinearMethod, can_pack, is_plain_linear, pack_for_cpu, prepare
 from workers.layers.skinny_gemm import MAX_ROWS_IN_ONE_CALL
