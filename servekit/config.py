@@ -178,7 +178,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = 0.0
     max_image_pixels: Annotated[
-        int, Meta(ge=1, le=2**30, description="maximum pixels of an image for a classifier; larger images are refused")
+        int,
+        Meta(
+            ge=1,
+            le=2**30,
+            description="maximum pixels of an image for a classifier, and of a batch of them; larger images are "
+            "refused, and requests of more than 16 times as many in all",
+        ),
     ] = 2**25
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block")] = 16
     num_kv_blocks: Annotated[

@@ -4,9 +4,10 @@ A batch is planned when the worker is idle and either the batch is full, or the 
 delay. While a batch runs, another one is planned after it only if that one is full: a batch that could still grow is
 better planned when the worker is free.
 
-An item takes as many tokens of a batch as its padded length. A batch takes items in the order of their turns, and ends
-before the first one that does not fit. Letting shorter ones overtake it would fill batches better by half an item on
-average, but it would need a rule that bounds the wait of the overtaken item.
+An item takes as many tokens of a batch as its padded length, and an image as many pixels as its file has. A batch takes
+items in the order of their turns, and ends before the first one that does not fit. Letting shorter ones overtake it
+would fill batches better by half an item on average, but it would need a rule that bounds the wait of the overtaken
+item.
 
 When a worker is lost, the items that it had are computed again. An item that was with two lost workers is a suspect: it
 is computed alone. If a third worker is lost, only this item fails.
@@ -34,6 +35,7 @@ class BatchLimits(Struct, frozen=True):
     max_batch_tokens: int  # with padding; an item that alone exceeds this gets a batch of its own
     max_delay_s: float = 0.0  # how long the first item may wait for others, while the worker is idle
     max_batch_bytes: int = 2**22  # of image files; a larger one gets a batch of its own
+    max_batch_pixels: int = 2**25  # of images; they are decoded one after the other, before the model computes any
     max_in_flight: int = 2  # batches that are sent to the worker before it returns the first of them
 
 
@@ -48,6 +50,11 @@ class Batch(Struct, frozen=True):
     def num_tokens(self) -> int:
         """Tokens of all items, with their padding."""
         return sum(item.cost for item in self.items)
+
+    @property
+    def work(self) -> int:
+        """What its time depends on: its tokens, and what it takes to decode its images."""
+        return sum(item.work for item in self.items)
 
 
 class DynamicBatcher:
@@ -212,14 +219,19 @@ class DynamicBatcher:
     def _fill(self) -> list[Item]:
         """Take the items of the next batch from the queue."""
         items: list[Item] = []
-        num_tokens, num_bytes, limits = 0, 0, self.limits
+        num_tokens, num_bytes, num_pixels, limits = 0, 0, 0, self.limits
         while len(items) < limits.max_batch_size:
             item = self._queue.first()
             if item is None:
                 break
             num_tokens += item.cost
             num_bytes += item.num_bytes
-            if items and (num_tokens > limits.max_batch_tokens or num_bytes > limits.max_batch_bytes):
+            num_pixels += item.num_pixels
+            if items and (
+                num_tokens > limits.max_batch_tokens
+                or num_bytes > limits.max_batch_bytes
+                or num_pixels > limits.max_batch_pixels
+            ):
                 break
             self._queue.pop(item)
             self._queue.charge(item)  # charged now, so that tenants take turns within the batch, too

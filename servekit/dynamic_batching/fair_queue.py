@@ -87,4 +87,4 @@ class FairQueue:
 
     def charge(self, item: Item) -> None:
         """Count an item that is about to be computed."""
-        self._served[item.tenant] = self.num_served(item.tenant) + item.cost
+        self._served[item.tenant] = self.num_served(item.tenant) + item.work

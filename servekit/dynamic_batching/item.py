@@ -10,6 +10,7 @@ from msgspec import Struct
 from servekit.protocol.prediction import padded_length
 
 NEVER = inf  # the deadline of items without one
+PIXELS_PER_TOKEN = 2**12  # that take about as long to decode as a token takes to compute, which depends on the machine
 PRIORITY_LEVEL_S = 10.0  # one priority level equals this much waiting time: ageing without a clock
 
 
@@ -31,6 +32,7 @@ class Item(Struct, eq=False):
     priority: int = 0  # lower is more urgent
     deadline_s: float = NEVER
     num_bytes: int = 0  # of an image file; texts are short
+    num_pixels: int = 0  # that are decoded for it
     status: ItemStatus = ItemStatus.WAITING
     num_crashes: int = 0  # workers that were lost while they had this item
 
@@ -38,6 +40,11 @@ class Item(Struct, eq=False):
     def cost(self) -> int:
         """Tokens that the item takes in a batch, with its padding."""
         return padded_length(self.length)
+
+    @property
+    def work(self) -> int:
+        """Its tokens, and as many as could be computed while its pixels are decoded."""
+        return self.cost + self.num_pixels // PIXELS_PER_TOKEN
 
     @property
     def rank(self) -> tuple[float, int]:

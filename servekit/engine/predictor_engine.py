@@ -22,6 +22,7 @@ from servekit.aio.daemon_thread import run_in_daemon_thread
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.config import ServeConfig
 from servekit.dynamic_batching.dynamic_batcher import CRASHES_TO_FAIL, Batch, BatchLimits, DynamicBatcher
+from servekit.dynamic_batching.image_header import beginning_of, pixels_in_header
 from servekit.dynamic_batching.item import NEVER, Item
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.engine_core import RETRY_AFTER_S
@@ -64,6 +65,8 @@ log = logging.getLogger("servekit")
 
 RATE_WINDOW_S = 30.0  # the rate of ended items is measured over this time
 MAX_RETRY_AFTER_S = 60
+MAX_REQUEST_IMAGES = 16  # of the largest size, or more of smaller ones: what a request may cost the worker
+HEADER_BYTES = (2**14, 2**19)  # of an image file in which its size is searched; photos have thumbnails before it
 PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_PRIORITY = -(2**20)
 
@@ -90,6 +93,7 @@ class PredictorEngine(OneModel):
                 max_batch_size=config.max_num_seqs,
                 max_batch_tokens=config.batched_tokens(""),
                 max_delay_s=config.max_batch_delay_ms / 1e3,
+                max_batch_pixels=config.max_image_pixels,
                 max_in_flight=config.max_steps_in_flight,
             )
         )
@@ -289,12 +293,22 @@ class PredictorEngine(OneModel):
             items = await self._prepare(request, caller, deadline_s)
             num_tokens = sum(map(self._length, items))
             self._check_tokens(request, caller, num_tokens)
+            self._check_pixels(request, sum(map(_num_pixels, items)))
         except BaseException:
             self._places.release(tenant, num_items)
             raise
         priority = max(request.priority, caller.min_priority)
         entries = [
-            Item(next(self._item_ids), self._length(item), arrival_s, tenant, priority, deadline_s, _num_bytes(item))
+            Item(
+                next(self._item_ids),
+                self._length(item),
+                arrival_s,
+                tenant,
+                priority,
+                deadline_s,
+                _num_bytes(item),
+                _num_pixels(item),
+            )
             for item in items
         ]
         state = BatchedPrediction(caller, entries, self._abort)
@@ -357,6 +371,16 @@ class PredictorEngine(OneModel):
             )
         self._check_room(self._tokens, "max_num_queued_tokens", "tokens", caller.tenant, num_tokens)
 
+    def _check_pixels(self, request: PredictionRequest, num_pixels: int) -> None:
+        limit = MAX_REQUEST_IMAGES * self.config.max_image_pixels
+        if num_pixels > limit:
+            raise InvalidRequest(
+                f"the images have {num_pixels} pixels in all, and a file without a known size counts as the largest; "
+                f"the limit is {limit}, {MAX_REQUEST_IMAGES} times max_image_pixels; send fewer or smaller ones in one "
+                "request",
+                param=request.param,
+            )
+
     def _check_room(self, budget: SharedBudget, setting: str, unit: str, tenant: str, amount: int) -> None:
         if not budget.has_room(tenant, amount):
             raise QueueFull(
@@ -380,12 +404,22 @@ class PredictorEngine(OneModel):
     ) -> list[TextItem | ImageItem]:
         """Return what the worker gets of each input. Raises DeadlineExceeded if that takes too long."""
         if self._tokenizer is None:
-            return [ImageItem(each.is_base64, each.data) for each in request.inputs if isinstance(each, ImageInput)]
+            return [await self._sized(each) for each in request.inputs if isinstance(each, ImageInput)]
         try:
             async with asyncio.timeout(None if deadline_s == NEVER else max(0.0, deadline_s - self._clock())):
                 return list(await self._tokenizer.encode(request, caller.tenant))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the texts were encoded") from None
+
+    async def _sized(self, image: ImageInput) -> ImageItem:
+        """Return an image with the number of its pixels, as its header says it, but no more than an image may have."""
+        most = self.config.max_image_pixels
+        for num_bytes in HEADER_BYTES:
+            await asyncio.sleep(0)  # to read a thousand headers takes some tens of milliseconds
+            header = beginning_of(image.data, image.is_base64, num_bytes)
+            if num_pixels := pixels_in_header(header):  # an old GIF may say 0, and mean its first frame
+                return ImageItem(image.is_base64, image.data, min(most, num_pixels))
+        return ImageItem(image.is_base64, image.data, most)
 
     def _length(self, item: TextItem | ImageItem) -> int:
         return len(item.token_ids) if isinstance(item, TextItem) else self.model.item_tokens
@@ -479,7 +513,7 @@ class PredictorEngine(OneModel):
 
     def _send(self, batch: Batch, now_s: float) -> None:
         items = tuple(self._unfinished[item.item_id][2] for item in batch.items)
-        self._executor.send(PredictBatch(batch.epoch, batch.batch_id, items), batch.num_tokens)
+        self._executor.send(PredictBatch(batch.epoch, batch.batch_id, items), batch.work)
         self.metrics.predictions.batch_sent(len(items), [now_s - item.arrival_s for item in batch.items])
 
     def _commit(self, result: BatchResult) -> None:
@@ -547,6 +581,10 @@ class PredictorEngine(OneModel):
 
 def _num_bytes(item: TextItem | ImageItem) -> int:
     return len(item.data) if isinstance(item, ImageItem) else 0
+
+
+def _num_pixels(item: TextItem | ImageItem) -> int:
+    return item.num_pixels if isinstance(item, ImageItem) else 0
 
 
 def _find_files(config: ServeConfig) -> Path:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from servekit.protocol.frames import Bytes
 
 MIN_PADDING = 8  # tokens
+MAX_PIXELS = 2**30  # of an image; the limit is a setting, which is not larger
 
 
 class PredictorKind(StrEnum):
@@ -108,6 +109,7 @@ class ImageItem(Struct, frozen=True, tag="image", array_like=True, gc=False):
 
     is_base64: bool
     data: memoryview
+    num_pixels: int = MAX_PIXELS  # it was batched as an image of so many; the worker refuses one that has more
 
 
 class PredictBatch(Struct, frozen=True, tag="predict_batch"):
@@ -134,9 +136,10 @@ def encode_batch(batch: PredictBatch) -> list[Bytes]:
     parts: list[Bytes] = [head[:-1], b"\xdd" + len(batch.items).to_bytes(4, "big")]  # msgpack's array of any length
     for item in batch.items:
         if isinstance(item, ImageItem) and len(item.data) >= MIN_PART_BYTES:
-            begin = _encode(replace(item, data=memoryview(b"")))
-            assert begin.endswith(b"\xc4\x00"), "the data, of which there are none, come last"
-            parts += [begin[:-2], b"\xc6" + len(item.data).to_bytes(4, "big"), item.data]  # bytes of any length
+            end = _encode(item.num_pixels)
+            begin = _encode(replace(item, data=memoryview(b""))).removesuffix(end)
+            assert begin.endswith(b"\xc4\x00"), "the data, of which there are none, come before the pixels"
+            parts += [begin[:-2], b"\xc6" + len(item.data).to_bytes(4, "big"), item.data, end]  # bytes of any length
         else:
             parts.append(_encode(item))
     return parts

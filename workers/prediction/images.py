@@ -18,10 +18,13 @@ from torch import Tensor
 
 from servekit.errors import ConfigError
 from servekit.protocol.prediction import ImageItem
+from workers.prediction.jpeg import MAX_SCANS, has_too_many_scans
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_PROFILES = 10  # of colors, in a PNG file; Pillow inflates each one to 1 MB at most, and 8,000 took 17 s
+MAX_RESIZED_PIXELS = 2**24  # of an image whose shorter side gets the model's size; the middle is then cut out
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow knows forty more, some of which run other programs
 _DATA_URL = re.compile(rb"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+=-]+)*?(;base64)?,", re.I)
 
@@ -53,7 +56,7 @@ class ImageProcessor:
 
     def __call__(self, item: ImageItem) -> Tensor:
         """Return the pixel values of an image, [channels, height, width]. Raises BadImage."""
-        image = self._decode(_bytes_of(item))
+        image = self._decode(item)
         try:
             values: Tensor = self._processor(images=image, return_tensors="pt")["pixel_values"][0]
         except ValueError as error:  # an image of one pixel, for example
@@ -67,12 +70,25 @@ class ImageProcessor:
         values: Tensor = self._processor(images=Image.new("RGB", (64, 64)), return_tensors="pt")["pixel_values"][0]
         return values
 
-    def _decode(self, data: bytes) -> Image:
+    def _check_prepared_size(self, width: int, height: int) -> None:
+        """Raise BadImage for a strip of which the processor would make a large image, by enlarging its shorter side."""
+        size = getattr(self._processor, "size", None)
+        edge = size.get("shortest_edge") if size is not None and "longest_edge" not in size else None
+        if edge is not None and edge**2 * max(width, height) > MAX_RESIZED_PIXELS * min(width, height):
+            raise BadImage(
+                f"the image has {width} x {height} pixels, and the model needs {edge} on the shorter side, which would "
+                f"make more than {MAX_RESIZED_PIXELS} pixels of it in all; send one that is less narrow"
+            )
+
+    def _decode(self, item: ImageItem) -> Image:
         from PIL import Image, ImageOps
 
+        data = _bytes_of(item)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about damaged metadata
             try:
+                if data.count(b"iCCP") > MAX_PROFILES:
+                    raise BadImage(f"the PNG file has more than {MAX_PROFILES} profiles of colors; save it again")
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
                 width, height = image.size
                 if width * height > self._max_pixels:
@@ -80,8 +96,20 @@ class ImageProcessor:
                         f"the image has {width} x {height} pixels; the limit is {self._max_pixels} in all "
                         "(max_image_pixels); send a smaller one"
                     )
+                if width * height > item.num_pixels:  # it was batched as a smaller one
+                    raise BadImage(
+                        f"the image has {width} x {height} pixels, and its first header says {item.num_pixels} in all; "
+                        "save it again"
+                    )
+                self._check_prepared_size(width, height)
+                if image.format in ("JPEG", "MPO") and has_too_many_scans(data):
+                    raise BadImage(
+                        f"the JPEG file has more than {MAX_SCANS} scans, or too many segments; save it again, or send "
+                        "it as a PNG file"
+                    )
                 # As transformers' pipeline: a camera's note which side is up counts.
-                return ImageOps.exif_transpose(image).convert("RGB")
+                ImageOps.exif_transpose(image, in_place=True)  # without a copy, if there is none
+                return image.convert("RGB")
             except BadImage:
                 raise
             except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error and others

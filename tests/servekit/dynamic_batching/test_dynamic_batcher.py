@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from servekit.dynamic_batching.dynamic_batcher import Batch, BatchLimits, DynamicBatcher
-from servekit.dynamic_batching.item import NEVER, Item, ItemStatus
+from servekit.dynamic_batching.item import NEVER, PIXELS_PER_TOKEN, Item, ItemStatus
 
 LIMITS = BatchLimits(max_batch_size=4, max_batch_tokens=64, max_delay_s=0.01)
 
@@ -60,6 +60,21 @@ def test_a_batch_ends_before_the_image_that_makes_its_message_too_long() -> None
         batches.append(ids(batch))
         batcher.commit(batch.epoch, batch.batch_id)
     assert batches == [[0, 1], [2], [3], [4]]
+
+
+def test_a_batch_ends_before_the_image_that_would_take_too_long_to_decode() -> None:
+    """All images of a batch are decoded before the model computes one of them."""
+    batcher = DynamicBatcher(BatchLimits(max_batch_size=4, max_batch_tokens=64, max_batch_pixels=PIXELS_PER_TOKEN))
+    for index, share in enumerate((0.6, 0.4, 0.1, 5, 0.1)):
+        batcher.add(Item(index, 8, 0.0, num_pixels=int(share * PIXELS_PER_TOKEN)))
+    batches, works = [], []
+    while batcher.has_work:
+        batch = batcher.plan(1.0)
+        assert batch is not None
+        batches.append(ids(batch))
+        works.append(batch.work)
+        batcher.commit(batch.epoch, batch.batch_id)
+    assert batches == [[0, 1], [2], [3], [4]] and works == [16, 8, 13, 8]
 
 
 def test_behind_a_running_batch_only_a_full_one_is_planned() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servekit.dynamic_batching.fair_queue import FairQueue
-from servekit.dynamic_batching.item import Item, ItemStatus
+from servekit.dynamic_batching.item import PIXELS_PER_TOKEN, Item, ItemStatus
 
 
 def items_of(tenant: str, count: int, first_id: int = 0) -> list[Item]:
@@ -27,6 +27,16 @@ def test_tenants_take_turns() -> None:
     taken = [take(queue) for _ in range(6)]
     assert [item.tenant for item in taken if item is not None] == ["a", "b", "a", "b", "a", "b"]
     assert take(queue) is None
+
+
+def test_large_images_count_for_more_turns_than_small_ones() -> None:
+    queue = FairQueue()
+    for index in range(2):
+        queue.push(Item(index, 8, arrival_s=0.0, tenant="a", num_pixels=24 * PIXELS_PER_TOKEN))
+    for item in items_of("b", 5, 10):
+        queue.push(item)
+    taken = [take(queue) for _ in range(7)]
+    assert [item.tenant for item in taken if item is not None] == ["a", *"bbbb", "a", "b"]
 
 
 def test_a_tenant_that_was_idle_saves_up_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,9 +26,9 @@ from servekit.errors import (
     WorkerNotReady,
 )
 from servekit.protocol.prediction import PredictorKind
-from servekit.requests.prediction import ImageInput, PredictionRequest
+from servekit.requests.prediction import ImageInput, Input, PredictionRequest
 from tests.support.local_predictor import LocalExecutor, local_engine
-from tests.support.predictor_checkpoints import TEXTS, make_embedder
+from tests.support.predictor_checkpoints import TEXTS, make_embedder, make_image, make_image_classifier
 
 Engine = tuple[PredictorEngine, LocalExecutor]
 
@@ -82,6 +83,35 @@ async def test_one_callback_sends_one_batch(checkpoint: Path) -> None:
         assert num_sent == [0, 1, 2]
         executor.release()
         assert len(await state.results()) == 5
+
+
+async def test_images_are_batched_by_their_pixels(tmp_path: Path) -> None:
+    """Files of a few kB took a worker a third of a second each, and a batch had 85 of them."""
+    make_image_classifier(tmp_path)
+    async with local_engine(tmp_path, PredictorKind.CLASSIFY, max_image_pixels=10_000) as (predictor, executor):
+        small, large, unknown = make_image(10, 10), make_image(100, 99), make_image(100, 100)[:15]
+        encoded = base64.b64encode(make_image(50, 100, "JPEG"))
+        files = [(small, False), (large, False), (encoded, True), (encoded, True), (unknown, False), (small, False)]
+        inputs: list[Input] = [ImageInput(memoryview(data), is_base64) for data, is_base64 in files]
+        executor.hold = True
+        state = await predictor.submit(PredictionRequest(inputs=inputs, param="image"))
+        await settle()
+        assert [[item.num_pixels for item in batch.items] for batch in executor.sent] == [[100, 9900]]
+        executor.release()
+        assert "cannot be decoded" in (await failure_of(state)).message  # the unknown one
+        sent = [[item.num_pixels for item in batch.items] for batch in executor.sent]
+        assert sent == [[100, 9900], [5000, 5000], [10_000]]
+
+
+async def test_a_request_has_a_bounded_number_of_pixels(tmp_path: Path) -> None:
+    make_image_classifier(tmp_path)
+    async with local_engine(tmp_path, PredictorKind.CLASSIFY, max_image_pixels=1000) as (predictor, _):
+        image: Input = ImageInput(memoryview(make_image(100, 10)), False)
+        state = await predictor.submit(PredictionRequest(inputs=[image] * 16, param="image"))
+        assert len(await state.results()) == 16
+        with pytest.raises(InvalidRequest, match=r"have 17000 pixels in all.* the limit is 16000, .*send fewer"):
+            await predictor.submit(PredictionRequest(inputs=[image] * 17, param="image"))
+        assert predictor._places.total == 0
 
 
 async def test_requests_that_come_all_the_time_do_not_put_off_the_next_batch(engine: Engine) -> None:

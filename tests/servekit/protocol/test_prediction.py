@@ -38,7 +38,8 @@ def test_a_batch_in_parts_is_the_same_message_and_its_large_images_are_not_copie
         number,
         number + 1,
         tuple(
-            TextItem((1, 2, 3)) if each is None else ImageItem(each[0], memoryview(bytes(each[1]))) for each in sizes
+            TextItem((1, 2, 3)) if each is None else ImageItem(each[0], memoryview(bytes(each[1])), number % 2**30)
+            for each in sizes
         ),
     )
     parts = encode_batch(batch)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import struct
+import zlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,13 +215,15 @@ def test_images_equal_transformers_pipeline_and_a_bad_one_fails_alone(tmp_path: 
         ImageItem(True, memoryview(b"data:image/png,abc")),
         ImageItem(True, memoryview(b"????")),
         ImageItem(False, memoryview(files[0][:200])),
+        ImageItem(False, memoryview(files[0]), num_pixels=1199),
     )
     result = predictor.predict(PredictBatch(0, 0, items))
     failed = {failure.index: failure for failure in result.failures}
-    assert sorted(failed) == [1, 4, 5, 6, 7] and all(failure.is_client_error for failure in failed.values())
+    assert sorted(failed) == [1, 4, 5, 6, 7, 8] and all(failure.is_client_error for failure in failed.values())
     assert "cannot be decoded" in failed[1].message and "10200" not in failed[1].message
     assert "200 x 51 pixels; the limit is 10000" in failed[4].message
     assert "base64" in failed[5].message and "not valid base64" in failed[6].message
+    assert "has 40 x 30 pixels, and its first header says 1199 in all" in failed[8].message
     classify: Any = pipeline("image-classification", model=str(tmp_path), device="cpu")
     found = numbers(result)
     for place, content in zip((0, 2, 3), files, strict=True):
@@ -227,6 +232,43 @@ def test_images_equal_transformers_pipeline_and_a_bad_one_fails_alone(tmp_path: 
         assert logits is not None
         for label, score in zip(predictor.info.labels, scores_of(logits.tolist(), Activation.SOFTMAX), strict=True):
             assert abs(score - expected[label]) < TOLERANCE
+
+
+def test_images_that_are_cheap_to_send_and_dear_to_open_are_refused(tmp_path: Path) -> None:
+    """A scan of 53 bytes took 9 ms of a large JPEG file, and a profile of 1 kB in a PNG file 2 ms."""
+    make_image_classifier(tmp_path)
+    predictor = load(tmp_path, PredictorKind.CLASSIFY)
+    content = io.BytesIO()
+    Image.open(io.BytesIO(make_image())).save(content, "JPEG", progressive=True)
+    jpeg, png = content.getvalue(), make_image()
+    scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
+    profile = zlib.compress(bytes(2**20))
+    chunk = b"iCCP" + b"a\0\0" + profile
+    chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    files = [jpeg, jpeg[:-2] + 200 * scan + jpeg[-2:], png[:33] + chunk + png[33:], png[:33] + 20 * chunk + png[33:]]
+    result = predictor.predict(PredictBatch(0, 0, tuple(ImageItem(False, memoryview(data)) for data in files)))
+    assert result.counts == (3, 0, 3, 0)
+    messages = [failure.message for failure in result.failures]
+    assert "more than 100 scans" in messages[0] and "more than 10 profiles of colors" in messages[1]
+
+
+def test_a_narrow_image_is_not_enlarged_to_gigabytes(tmp_path: Path) -> None:
+    """A processor that gives the shorter side a size makes 29 billion pixels of a line of 32 x 1 megapixels."""
+    make_image_classifier(tmp_path)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    settings |= {
+        "image_processor_type": "ConvNextImageProcessor",
+        "size": {"shortest_edge": 32},
+        "crop_pct": 0.875,
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    predictor = load(tmp_path, PredictorKind.CLASSIFY, max_image_pixels=2**25)
+    content = io.BytesIO()
+    Image.new("1", (1, 20_000)).save(content, "PNG")
+    items = (ImageItem(False, memoryview(content.getvalue())), ImageItem(False, memoryview(make_image(20, 200))))
+    result = predictor.predict(PredictBatch(0, 0, items))
+    assert [failure.index for failure in result.failures] == [0] and result.counts == (0, 3)
+    assert "has 1 x 20000 pixels, and the model needs 32 on the shorter side" in result.failures[0].message
 
 
 def test_items_that_do_not_fit_into_memory_are_computed_in_halves(
