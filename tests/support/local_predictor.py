@@ -25,6 +25,7 @@ class LocalExecutor:
         self.pid = None
         self.cause = "ended"
         self.sent: list[PredictBatch] = []
+        self.sizes: list[int] = []  # of the batches that were sent, by which their time is limited
         self.hold = False
         self.start_failure: WorkerLost | None = None  # of the next replacement
         self._predictor: Predictor | None = None
@@ -36,6 +37,7 @@ class LocalExecutor:
 
     def send(self, batch: PredictBatch, num_tokens: int) -> None:
         self.sent.append(batch)
+        self.sizes.append(num_tokens)
         if not self.hold:
             self._inbox.put_nowait(batch)
 

@@ -101,6 +101,7 @@ async def test_images_are_batched_by_their_pixels(tmp_path: Path) -> None:
         assert "cannot be decoded" in (await failure_of(state)).message  # the unknown one
         sent = [[item.num_pixels for item in batch.items] for batch in executor.sent]
         assert sent == [[100, 9900], [5000, 5000], [10_000]]
+        assert executor.sizes == [16 + 9900 // 4096, 16 + 2 * (5000 // 4096), 8 + 10_000 // 4096]
 
 
 async def test_a_request_has_a_bounded_number_of_pixels(tmp_path: Path) -> None:
