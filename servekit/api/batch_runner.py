@@ -13,13 +13,16 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message
 
+from servekit.aio.round_robin_executor import RoundRobinExecutor
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.api.auth.keys import Keyring
 from servekit.api.batch_storage import BatchStorage
@@ -44,7 +47,8 @@ MAX_ATTEMPTS = 60  # of one line; with the pauses between them they take half an
 MAX_RETRY_AFTER_S = 60.0
 SWEEP_INTERVAL_S = 600.0
 UPLOAD_MAX_AGE_S = 6 * 3600.0  # content without an entry is of an upload that was cut off
-MAX_RUNNING = 64  # batches that are worked on at the same time; one of each tenant
+MAX_ANSWERED = 64  # batches that are answered at the same time; one of each tenant
+BEGIN_ALONE_S = 0.5  # so long, a line that begins keeps the lines of other tenants from beginning
 OPEN_LINES_PER_PLACE = 4  # of one batch: those that are computed, and those that wait to be tried again
 MIN_FREE_BYTES = 2**20  # that a tenant must be allowed to store, for its batches to run
 LOWEST_PRIORITY = 1000
@@ -81,7 +85,6 @@ class _Work(Struct):
     """What is done for a batch at present."""
 
     name: str
-    tenant: str
     task: asyncio.Task[None]
 
 
@@ -100,11 +103,16 @@ class BatchRunner:
         self._app_scope = app_scope
         self._lock = OwnerLock(self._store.directory)
         self._places = RoundRobinSemaphore(service.config.batch_concurrency)
+        self._turns = RoundRobinSemaphore(sys.maxsize, max_per_tenant=1)  # one line of each tenant begins at a time
         self._beginning = asyncio.Lock()  # one line at a time looks for a free slot
+        # Threads of their own: the default ones make the long answers of all tenants.
+        self._check_thread = RoundRobinExecutor("batch-check", num_threads=1, max_submitted=1, max_per_tenant=1)
+        self._read_thread = RoundRobinExecutor("batch-read", num_threads=1, max_submitted=2, max_per_tenant=1)
         self._results = _ResultWriter(storage)
         self._work: dict[str, _Work] = {}  # by batch
         self._pauses: dict[str, float] = {}  # by batch that has failed: when it is tried again, on the loop's clock
         self._full_tenants: set[str] = set()  # that may not store more; for the log
+        self._left = set[str]()  # batches whose work has ended since the last look began
         self._woken = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
 
@@ -119,6 +127,8 @@ class BatchRunner:
             await asyncio.wait([self._main])
             await self._stop_work(list(self._work))
             await self._results.stop()
+        self._check_thread.shutdown()
+        self._read_thread.shutdown()
         self._lock.release()
 
     def wake(self) -> None:
@@ -167,33 +177,39 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Give each open batch the work that its state asks for, and stop work that it does not ask for any more."""
+        self._left.clear()
         batches = await self._storage.call(self._store.open_batches)
         await self._stop_work([batch_id for batch_id in self._work if batch_id not in {each.id for each in batches}])
         await self._note_full_tenants({batch.tenant for batch in batches})
         keys = {key.digest.hex(): key.tenant for key in self._keyring.keys} or {"": ""}
         now_s, loop_s = self._storage.now_s(), asyncio.get_running_loop().time()
-        busy_tenants: set[str] = set()
+        served: set[tuple[str, bool]] = set()  # tenants that have a batch that is answered, or work of another kind
         for batch in batches:
+            if batch.id in self._left:  # what was read of it may be old; there is another look at once
+                continue
             name, work = self._wanted(batch, now_s)
-            if name == "answer":
-                # One batch of a tenant after the other; none without its key, or without room for its answers.
-                if (
-                    batch.tenant in busy_tenants
-                    or keys.get(batch.key_digest) != batch.tenant
-                    or batch.tenant in self._full_tenants
-                ):
-                    await self._stop_work([batch.id])
-                    continue
-                busy_tenants.add(batch.tenant)
-            present = self._work.get(batch.id)
+            present, is_answered = self._work.get(batch.id), name == "answer"
+            if is_answered and (keys.get(batch.key_digest) != batch.tenant or batch.tenant in self._full_tenants):
+                await self._stop_work([batch.id])  # its key is missing, or room for its answers
+                continue
+            # One batch of a tenant after the other; and one of those that are checked or end, which takes less time.
+            if (batch.tenant, is_answered) in served:
+                await self._stop_work([batch.id])
+                continue
+            if (present is None or present.name != name) and self._pauses.get(batch.id, 0.0) > loop_s:
+                await self._stop_work([batch.id])
+                if is_answered:  # the next one does not overtake it
+                    served.add((batch.tenant, True))
+                continue
+            served.add((batch.tenant, is_answered))
             if present is not None and present.name == name:
                 continue
             await self._stop_work([batch.id])
-            if self._pauses.get(batch.id, 0.0) > loop_s or len(self._work) >= MAX_RUNNING:
+            if is_answered and sum(each.name == name for each in self._work.values()) >= MAX_ANSWERED:
                 continue
             self._pauses.pop(batch.id, None)
             task = asyncio.create_task(self._do(batch, work), name=f"{name} {batch.id}")
-            self._work[batch.id] = _Work(name, batch.tenant, task)
+            self._work[batch.id] = _Work(name, task)
 
     def _wanted(self, batch: BatchRecord, now_s: int) -> tuple[str, Callable[[], Coroutine[Any, Any, None]]]:
         """Return what an open batch needs next: its name, and what does it."""
@@ -237,6 +253,7 @@ class BatchRunner:
         present = self._work.get(batch.id)
         if present is not None and present.task is asyncio.current_task():
             del self._work[batch.id]
+        self._left.add(batch.id)
         self.wake()
 
     # -- one batch -----------------------------------------------------------------------------------------------------
@@ -244,7 +261,7 @@ class BatchRunner:
     async def _check(self, batch: BatchRecord) -> None:
         path = self._store.path_of(batch.input_file_id)
         try:
-            num_lines, errors = await asyncio.to_thread(check_lines, path, batch.endpoint)
+            num_lines, errors = await self._check_thread.run(batch.tenant, partial(check_lines, path, batch.endpoint))
         except FileNotFoundError:  # the file was removed from the folder
             num_lines, errors = 0, [_missing(batch)]
         except OSError as error:
@@ -264,7 +281,7 @@ class BatchRunner:
         open_lines = asyncio.Semaphore(OPEN_LINES_PER_PLACE * self._service.config.batch_concurrency)
         with opened as reader:
             async with asyncio.TaskGroup() as group:
-                while lines := await asyncio.to_thread(reader.read):
+                while lines := await self._read_thread.run(batch.tenant, reader.read):
                     for number, line in lines:
                         await open_lines.acquire()
                         task = group.create_task(self._answer(batch, number, line))
@@ -279,7 +296,7 @@ class BatchRunner:
         # Its file was checked, and is still in the folder.
         if batch.num_lines and self._store.path_of(batch.input_file_id).exists():
             with await self._open(batch, answered) as reader:
-                while lines := await asyncio.to_thread(reader.read):
+                while lines := await self._read_thread.run(batch.tenant, reader.read):
                     results = [_result(batch, number, line, None, _Unanswered(code, message)) for number, line in lines]
                     await self._storage.call(self._store.add_results, results)
         await self._end(batch, end)
@@ -295,7 +312,7 @@ class BatchRunner:
             return opened[0]
 
         try:
-            return await asyncio.to_thread(open_reader)
+            return await self._read_thread.run(batch.tenant, open_reader)
         except asyncio.CancelledError:
             is_cancelled.set()
             for reader in opened:
@@ -319,16 +336,12 @@ class BatchRunner:
     async def _answer(self, batch: BatchRecord, number: int, line: RequestLine) -> None:
         """Answer a line, and return when the answer is on disk.
 
-        It holds a place, except while it waits to be tried again.
+        It holds a place, except while it waits for its tenant's turn, or to be tried again.
         """
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            await self._places.acquire(batch.tenant)
+            request_id = secrets.token_hex(16)
+            asking = await self._begin_in_turn(batch, line, request_id)
             try:
-                request_id = secrets.token_hex(16)
-                async with self._beginning:
-                    while self._service.state != "ready" or not self._service.has_free_slots:  # noqa: ASYNC110
-                        await asyncio.sleep(ROOM_POLL_S)
-                    asking = await self._begin(batch, line, request_id)
                 status, retry_after_s, body = await asking
                 if status not in RETRIED or attempt == MAX_ATTEMPTS:
                     response = _Response(status, request_id, Raw(body))
@@ -338,22 +351,51 @@ class BatchRunner:
                 self._places.release(batch.tenant)
             await asyncio.sleep(min(max(retry_after_s, attempt), MAX_RETRY_AFTER_S))
 
+    async def _begin_in_turn(
+        self, batch: BatchRecord, line: RequestLine, request_id: str
+    ) -> asyncio.Task[tuple[int, float, bytes]]:
+        """Begin the line after the one before it of its tenant, with a place, which the caller releases."""
+        await self._turns.acquire(batch.tenant)
+        try:
+            await self._places.acquire(batch.tenant)
+            try:
+                return await self._begin(batch, line, request_id)
+            except BaseException:
+                self._places.release(batch.tenant)
+                raise
+        finally:
+            self._turns.release(batch.tenant)
+
     async def _begin(
         self, batch: BatchRecord, line: RequestLine, request_id: str
     ) -> asyncio.Task[tuple[int, float, bytes]]:
-        """Send the line, and return when its prompt is computed, or when it waits for its model to load.
+        """Send the line when a slot is free, and return when it has begun.
 
-        Until then no other line begins. So another request waits for the prompt of one line at most, not of many. But
-        loading takes minutes, and lines for other models do not wait for it.
+        It has begun when its prompt is computed, or when it waits for its model to load: loading takes minutes, and
+        lines for other models do not wait for it. Until then no other line of its tenant begins, and for BEGIN_ALONE_S
+        none of another one. So another request waits for the prompt of one line, or for one of each tenant if they take
+        longer, and not for many.
         """
         state: dict[str, Any] = {}
-        asking = asyncio.create_task(self._ask(batch, line, request_id, state), name="line of a batch")
+
+        def has_begun() -> bool:
+            return asking.done() or _has_token(state) or bool(state.get("waits_for_model"))
+
+        async with self._beginning:
+            while self._service.state != "ready" or not self._service.has_free_slots:  # noqa: ASYNC110
+                await asyncio.sleep(ROOM_POLL_S)
+            asking = asyncio.create_task(self._ask(batch, line, request_id, state), name="line of a batch")
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEGIN_ALONE_S):
+                        await _wait_until(has_begun)
+            except asyncio.CancelledError:
+                await _cancel(asking)
+                raise
         try:
-            while not (asking.done() or _has_token(state) or state.get("waits_for_model")):  # noqa: ASYNC110
-                await asyncio.sleep(BEGIN_POLL_S)
+            await _wait_until(has_begun)
         except asyncio.CancelledError:
-            asking.cancel()
-            await asyncio.wait([asking])
+            await _cancel(asking)
             raise
         return asking
 
@@ -380,6 +422,16 @@ class BatchRunner:
             return 500, 0.0, encode({"error": {"message": failed.message, "type": failed.type, "code": failed.code}})
         headers = dict(started[0]["headers"])
         return started[0]["status"], float(headers.get(b"retry-after", 1)), b"".join(parts)
+
+
+async def _wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(BEGIN_POLL_S)
+
+
+async def _cancel(asking: asyncio.Task[Any]) -> None:
+    asking.cancel()
+    await asyncio.wait([asking])
 
 
 def _has_token(state: dict[str, Any]) -> bool:

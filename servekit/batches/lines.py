@@ -1,11 +1,14 @@
 """Read a batch's input file: one request on each line, as OpenAI's Batch API takes them.
 
 The file is read line by line, never as a whole. Everything here runs in threads. The body of a line is copied and not
-decoded, so that a long line holds the interpreter's lock for only about a millisecond.
+decoded, so that a long line holds the interpreter's lock for only about a millisecond. A check of a file pauses as long
+as it works: else the event loop would wait for the lock for 5 ms, the interpreter's switch interval, each time it wakes
+up. A lower priority of the thread would not help: it would hold the lock while it waits for a core.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -22,6 +25,7 @@ MAX_LINE_BYTES = 2**21
 MAX_CUSTOM_ID = 512  # characters
 MAX_ERRORS = 100  # reported for one file
 _SLICE_BYTES = 2**18  # size of the lines that are read at once
+WORK_S = 0.001  # a check pauses after this time, for as long as it has worked
 
 
 class RequestLine(Struct):
@@ -44,7 +48,11 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[LineError]]:
     seen: set[str] = set()
     errors: list[LineError] = []
     with path.open("rb") as file:
+        begun_s = time.monotonic()
         for number, line in _numbered(file):
+            if (worked_s := time.monotonic() - begun_s) >= WORK_S:
+                time.sleep(worked_s)
+                begun_s = time.monotonic()
             if len(seen) >= MAX_LINES:
                 message = f"the file has more than {MAX_LINES} requests; divide it among several batches"
                 return len(seen), [LineError("too_many_lines", message)]

@@ -19,7 +19,7 @@ from servekit.api import batch_runner
 from servekit.api.auth.keys import Key, Keyring
 from servekit.api.batch_runner import BatchRunner
 from servekit.api.batch_storage import BatchStorage
-from servekit.batches.lines import LineReader
+from servekit.batches.lines import LineReader, check_lines
 from servekit.batches.records import BatchRecord, FileRecord
 from servekit.config import ServeConfig
 from servekit.engine.caller import Caller
@@ -48,6 +48,7 @@ class App:
         self.may_answer.set()
         self.may_begin = asyncio.Event()  # else no prompt is computed
         self.may_begin.set()
+        self.slow_tenant = ""  # if given, `may_begin` and `may_answer` are for its prompts only
         self.waits_for_model = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,9 +60,11 @@ class App:
         try:
             if self.waits_for_model:
                 scope["state"]["waits_for_model"] = True
-            await self.may_begin.wait()
+            if body["prompt"].startswith(self.slow_tenant):
+                await self.may_begin.wait()
             scope["state"]["request_state"] = SimpleNamespace(num_generated_tokens=1)
-            await self.may_answer.wait()
+            if body["prompt"].startswith(self.slow_tenant):
+                await self.may_answer.wait()
         finally:
             self.num_running -= 1
         status, told = self.answer(body["prompt"])
@@ -363,6 +366,53 @@ async def test_tenants_take_turns_and_one_batch_of_a_tenant_follows_the_other(tm
         assert "validating" not in statuses[:1]
         asked = made.app.asked
         assert asked.index("b3") < asked.index("a30"), "the short batch of b does not wait for the long one of a"
+
+
+async def test_a_tenant_whose_lines_begin_slowly_does_not_delay_those_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "BEGIN_ALONE_S", 0.01)
+    keys = [Key(b"\1" * 32, "a"), Key(b"\2" * 32, "b")]
+    async with service(tmp_path, batch_concurrency=2) as made:
+        made.keyring.keys = keys
+        made.app.slow_tenant = "a"
+        made.app.may_begin.clear()
+        slow = made.create(4, "a", keys[0])
+        made.start()
+        await made.wait(lambda: made.app.asked == ["a1"])
+        quick = made.create(5, "b", keys[1])
+        assert (await made.ended(quick, "b")).num_completed == 5
+        assert made.app.asked.count("a2") == 0, "its own lines still begin one after the other"
+        made.app.may_begin.set()
+        assert (await made.ended(slow, "a")).num_completed == 4
+
+
+async def test_the_many_files_of_one_tenant_do_not_delay_another_one_nor_the_long_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_check, begun = threading.Event(), list[str]()
+
+    def check(path: Path, endpoint: str) -> Any:
+        begun.append(path.name)
+        assert may_check.wait(TIMEOUT_S)
+        return check_lines(path, endpoint)
+
+    monkeypatch.setattr(batch_runner, "check_lines", check)
+    keys = [Key(b"\1" * 32, "a"), Key(b"\2" * 32, "b")]
+    async with service(tmp_path) as made:
+        made.keyring.keys = keys
+        batches = [(made.create(1, "a", keys[0]), "a") for _ in range(batch_runner.MAX_ANSWERED + 1)]
+        batches.append((made.create(1, "b", keys[1]), "b"))
+        made.start()
+        try:
+            await made.wait(lambda: len(made.runner._work) >= 2)
+            async with asyncio.timeout(5):
+                await asyncio.to_thread(str)  # as a long answer is made
+        finally:
+            may_check.set()
+        for batch in batches:
+            assert (await made.ended(*batch)).status == "completed"
+        assert set(begun[:2]) == {"file-a0", "file-b0"} and len(begun) == len(batches)
 
 
 async def test_a_batch_that_is_cancelled_while_its_wrong_file_is_checked_ends(

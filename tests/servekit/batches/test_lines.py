@@ -66,6 +66,20 @@ def test_only_so_many_errors_are_reported(tmp_path: Path) -> None:
     assert len(check_lines(written(tmp_path, *["{"] * 1000), ENDPOINT)[1]) == lines.MAX_ERRORS
 
 
+def test_a_check_pauses_as_long_as_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, pauses_s = 0.0, list[float]()
+
+    def work() -> float:
+        nonlocal now_s
+        now_s += lines.WORK_S / 4
+        return now_s
+
+    monkeypatch.setattr(lines.time, "monotonic", work)
+    monkeypatch.setattr(lines.time, "sleep", pauses_s.append)
+    assert check_lines(written(tmp_path, *(request(f"{number}") for number in range(100))), ENDPOINT) == (100, [])
+    assert max(pauses_s) < 2 * lines.WORK_S and sum(pauses_s) == pytest.approx(now_s, rel=0.25)
+
+
 def test_a_reader_gives_each_line_without_an_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "_SLICE_BYTES", 300)
     path = written(tmp_path, *(request(f"{number}") for number in range(1, 101)))
