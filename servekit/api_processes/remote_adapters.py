@@ -55,7 +55,7 @@ class RemoteAdapters:
         question_id = self._engine_process.next_question_id()
         await self._engine_process.ask(ms.UnloadAdapter(question_id=question_id, name=name), None)
 
-    def begin_use(self, name: str) -> AdapterUse | None:
+    def begin_use(self, name: str, tenant: str) -> AdapterUse | None:
         """Return None: only the engine process knows which adapters have places."""
         return None
 

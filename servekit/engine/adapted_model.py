@@ -93,7 +93,7 @@ class AdaptedModel:
         if use is None:
             return None
         try:
-            adapter = _adapters_of(use).begin_use(self.name)
+            adapter = _adapters_of(use).begin_use(self.name, caller.tenant)
         except BaseException:
             use.release()
             raise

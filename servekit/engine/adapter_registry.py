@@ -2,15 +2,20 @@
 
 The registry may have any number of adapters. The worker keeps `max_loras` of them in memory, and reads others when a
 step needs them. So at most `max_loras` adapters have requests at the same time; a request for another adapter waits
-until one of them has no requests. Waiting requests get these places in order of arrival. A request for an adapter that
-has requests needs no place, so it continues at once, unless the first waiting request has waited for `OVERTAKEN_S`:
-otherwise requests for busy adapters could make it wait for ever.
+until one of them has no requests. The next free place goes to the tenant whose requests hold fewest of them, and of
+these to the one that has waited longest; so a tenant's backlog delays its own requests. Those of one tenant get places
+in order of arrival.
+
+A request for an adapter that has requests needs no place, so it continues at once, unless one that needs a place has
+waited for `OVERTAKEN_S`, and is of the same tenant or of one that holds fewer places: otherwise requests for busy
+adapters could make it wait for ever. A tenant that holds no more places than those who wait goes on using its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 from collections import Counter, deque
@@ -63,6 +68,7 @@ class WaitingRequest:
     """A request that waits for a place for its adapter."""
 
     adapter: LoraAdapter
+    tenant: str
     place: asyncio.Future[AdapterUse]
     since_s: float  # time on the event loop's clock
 
@@ -79,7 +85,8 @@ class AdapterRegistry:
         self._adapters: dict[str, LoraAdapter] = {}
         self._paths: dict[str, str] = {}  # paths of `_adapters`; requests look up names here
         self._num_uses: Counter[LoraAdapter] = Counter()  # only adapters with requests
-        self._waiting: deque[WaitingRequest] = deque()
+        self._used_by: dict[str, Counter[LoraAdapter]] = {}  # the same, by tenant
+        self._waiting: dict[str, deque[WaitingRequest]] = {}  # by tenant; only of tenants that wait
         self._next_number = 1
         self._loading: set[str] = set()
         # Called with the name and the directory of each adapter that is loaded; without a directory, it is unloaded.
@@ -100,8 +107,8 @@ class AdapterRegistry:
         in_use: Counter[str] = Counter()
         for adapter, num_uses in self._num_uses.items():  # two may have one name, if it was loaded again
             in_use[adapter.name] += num_uses
-        waiting = sorted({each.adapter.name for each in self._waiting})
-        return AdapterUsage(len(self._adapters), len(self._waiting), dict(in_use), tuple(waiting))
+        waiting = [each.adapter.name for queue in self._waiting.values() for each in queue]
+        return AdapterUsage(len(self._adapters), len(waiting), dict(in_use), tuple(sorted(set(waiting))))
 
     def live(self) -> LiveAdapters:
         """Return the same for the live view, those with most requests first."""
@@ -168,16 +175,21 @@ class AdapterRegistry:
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
-    def begin_use(self, name: str) -> AdapterUse | None:
+    def begin_use(self, name: str, tenant: str) -> AdapterUse | None:
         """Use an adapter if it can be used at once. Raises ModelNotFound."""
         adapter = self._find(name)
-        is_in_use = adapter in self._num_uses
-        may_enter = not self._is_overtaken_long() if is_in_use else not self._waiting and self._has_place(adapter)
-        return self._use(adapter) if may_enter else None
+        if adapter in self._num_uses:
+            queue = self._waiting.get(tenant)
+            may_enter = not (queue and _is_overtaken_long(queue[0])) and (
+                self._num_held_with(adapter, tenant) <= self._least_held_by_overtaken()
+            )
+        else:
+            may_enter = not self._waiting and self._has_free_place()
+        return self._use(adapter, tenant) if may_enter else None
 
     async def wait_for_use(self, name: str, tenant: str) -> AdapterUse:
         """Use an adapter as soon as it has a place. Raises ModelNotFound or QueueFull."""
-        if (use := self.begin_use(name)) is not None:
+        if (use := self.begin_use(name, tenant)) is not None:
             return use
         places = self._places
         if not places.has_room(tenant, 1):
@@ -188,15 +200,15 @@ class AdapterRegistry:
             )
         places.take(tenant, 1)
         try:
-            return await self._wait_for_place(name)
+            return await self._wait_for_place(name, tenant)
         finally:
             places.release(tenant, 1)
 
-    async def _wait_for_place(self, name: str) -> AdapterUse:
+    async def _wait_for_place(self, name: str, tenant: str) -> AdapterUse:
         loop = asyncio.get_running_loop()
         place: asyncio.Future[AdapterUse] = loop.create_future()
-        entry = WaitingRequest(self._find(name), place, loop.time())
-        self._waiting.append(entry)
+        entry = WaitingRequest(self._find(name), tenant, place, loop.time())
+        self._waiting.setdefault(tenant, deque()).append(entry)
         try:
             async with pause_tolerant_timeout(WAIT_TIMEOUT_S):
                 return await asyncio.shield(place)
@@ -205,7 +217,7 @@ class AdapterRegistry:
                 place.result().release()
             else:
                 place.cancel()
-                self._waiting.remove(entry)
+                self._leave(entry)
                 self._admit()  # those after it may need no place
             if not isinstance(error, TimeoutError):
                 raise
@@ -215,41 +227,86 @@ class AdapterRegistry:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _end_use(self, adapter: LoraAdapter) -> None:
-        self._num_uses[adapter] -= 1
-        if not self._num_uses[adapter]:
-            del self._num_uses[adapter]
+    def _end_use(self, adapter: LoraAdapter, tenant: str) -> None:
+        used = self._used_by[tenant]
+        for num_uses in (self._num_uses, used):
+            num_uses[adapter] -= 1
+            if not num_uses[adapter]:
+                del num_uses[adapter]
+        if not used:
+            del self._used_by[tenant]
         self._admit()
 
     def _admit(self) -> None:
         """Let waiting requests continue, as far as there are places."""
-        while self._waiting and self._has_place(self._waiting[0].adapter):
-            first = self._waiting.popleft()
-            first.place.set_result(self._use(first.adapter))
-        if self._waiting and not self._is_overtaken_long():
-            others, self._waiting = self._waiting, deque()
-            for each in others:
-                if each.adapter in self._num_uses:
-                    each.place.set_result(self._use(each.adapter))
+        self._admit_for_busy_adapters()
+        while self._waiting and self._has_free_place():
+            heads = (queue[0] for queue in self._waiting.values())
+            first = min(heads, key=lambda head: (len(self._used_by.get(head.tenant, ())), head.since_s))
+            self._leave(first)
+            first.place.set_result(self._use(first.adapter, first.tenant))
+            self._admit_for_busy_adapters()
+
+    def _admit_for_busy_adapters(self) -> None:
+        """Let waiting requests continue that need no place, as far as they may overtake the others."""
+        limit = self._least_held_by_overtaken()
+        for tenant, queue in list(self._waiting.items()):
+            left: deque[WaitingRequest] = deque()
+            for each in queue:
+                if (
+                    each.adapter in self._num_uses
+                    and self._num_held_with(each.adapter, tenant) <= limit
+                    and not (left and _is_overtaken_long(left[0]))
+                ):
+                    each.place.set_result(self._use(each.adapter, tenant))
                 else:
-                    self._waiting.append(each)
+                    left.append(each)
+            if left:
+                self._waiting[tenant] = left
+            else:
+                del self._waiting[tenant]
 
-    def _is_overtaken_long(self) -> bool:
-        """Whether requests for busy adapters have overtaken the first waiting request for long enough."""
-        return bool(self._waiting) and asyncio.get_running_loop().time() - self._waiting[0].since_s >= OVERTAKEN_S
+    def _leave(self, entry: WaitingRequest) -> None:
+        queue = self._waiting[entry.tenant]
+        queue.remove(entry)
+        if not queue:
+            del self._waiting[entry.tenant]
 
-    def _has_place(self, adapter: LoraAdapter) -> bool:
-        return adapter in self._num_uses or len(self._num_uses) < self._max_loras
+    def _least_held_by_overtaken(self) -> float:
+        """The fewest places of a tenant with a request that needs one and was overtaken for long enough, else inf."""
+        heads = (queue[0] for queue in self._waiting.values())
+        return min(
+            (
+                len(self._used_by.get(head.tenant, ()))
+                for head in heads
+                if head.adapter not in self._num_uses and _is_overtaken_long(head)
+            ),
+            default=math.inf,
+        )
 
-    def _use(self, adapter: LoraAdapter) -> AdapterUse:
+    def _num_held_with(self, adapter: LoraAdapter, tenant: str) -> int:
+        """How many places a tenant's requests hold, if one of them uses this adapter, too."""
+        used = self._used_by.get(tenant, ())
+        return len(used) + (adapter not in used)
+
+    def _has_free_place(self) -> bool:
+        return len(self._num_uses) < self._max_loras
+
+    def _use(self, adapter: LoraAdapter, tenant: str) -> AdapterUse:
         self._num_uses[adapter] += 1
-        return AdapterUse(adapter, partial(self._end_use, adapter))
+        self._used_by.setdefault(tenant, Counter())[adapter] += 1
+        return AdapterUse(adapter, partial(self._end_use, adapter, tenant))
 
     def _find(self, name: str) -> LoraAdapter:
         adapter = self._adapters.get(name)
         if adapter is None:
             raise ModelNotFound(f"The adapter {name[:200]!r} is not loaded any more.", param="model")
         return adapter
+
+
+def _is_overtaken_long(entry: WaitingRequest) -> bool:
+    """Whether requests for busy adapters have overtaken this one for long enough."""
+    return asyncio.get_running_loop().time() - entry.since_s >= OVERTAKEN_S
 
 
 def adapters_at_start(config: ServeConfig) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 
 from servekit.config import ServeConfig
 from servekit.engine import adapter_registry
-from servekit.engine.adapter_registry import AdapterRegistry, adapters_at_start, check_adapters
+from servekit.engine.adapter_registry import AdapterRegistry, AdapterUse, adapters_at_start, check_adapters
 from servekit.errors import ConfigError, InvalidRequest, ModelNotFound, QueueFull
 from servekit.protocol.lora import AdapterLoaded, LoadAdapter
 
@@ -48,7 +48,7 @@ def test_adapters_with_a_pipeline_are_refused() -> None:
 async def test_usage_says_which_adapters_have_requests() -> None:
     registry = await registry_of("a", "b", "c")
     assert registry.usage() == (3, 0, {}, ())
-    uses = [registry.begin_use(name) for name in ("a", "b", "b")]
+    uses = [registry.begin_use(name, "") for name in ("a", "b", "b")]
     waiting = asyncio.create_task(registry.wait_for_use("c", ""))
     await asyncio.sleep(0)
     await registry.unload("a")
@@ -64,16 +64,16 @@ async def test_usage_says_which_adapters_have_requests() -> None:
 
 async def test_an_adapter_that_is_loaded_again_is_another_one() -> None:
     registry = await registry_of("a")
-    first = registry.begin_use("a")
+    first = registry.begin_use("a", "")
     with pytest.raises(InvalidRequest, match="loaded already"):
         await registry.load("a", "/a")
     await registry.unload("a")
     with pytest.raises(ModelNotFound):
-        registry.begin_use("a")
+        registry.begin_use("a", "")
     with pytest.raises(ModelNotFound):
         await registry.unload("a")
     await registry.load("a", "/a")
-    second = registry.begin_use("a")
+    second = registry.begin_use("a", "")
     assert first is not None and second is not None
     assert first.adapter.number != second.adapter.number and second.adapter.path == "/a"
 
@@ -108,11 +108,11 @@ async def test_without_enable_lora_nothing_is_loaded_at_run_time() -> None:
 async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
     registry = await registry_of("a", "b", "c")
-    uses = [registry.begin_use(name) for name in ("a", "b", "a")]
-    assert all(uses) and registry.begin_use("c") is None
+    uses = [registry.begin_use(name, "") for name in ("a", "b", "a")]
+    assert all(uses) and registry.begin_use("c", "") is None
     waiting = [asyncio.create_task(registry.wait_for_use(name, "")) for name in ("c", "a")]
     await asyncio.sleep(0)
-    assert registry.begin_use("a") is None, "it would overtake those that wait"
+    assert registry.begin_use("a", "") is None, "it would overtake those that wait"
     uses[0].release()
     uses[0].release()  # does nothing
     await asyncio.sleep(0)
@@ -122,16 +122,16 @@ async def test_an_adapter_waits_for_a_place_and_those_behind_it_wait_too(monkeyp
     assert [use.adapter.path for use in admitted] == ["/c", "/a"]
     for use in (*admitted, uses[2]):
         use.release()
-    assert registry.begin_use("b") is not None and registry.begin_use("c") is not None
+    assert registry.begin_use("b", "") is not None and registry.begin_use("c", "") is not None
 
 
 async def test_a_request_for_an_adapter_in_use_goes_on_at_once_though_others_wait() -> None:
     registry = await registry_of("a", "b", "c", "d")
-    uses = [registry.begin_use(name) for name in ("a", "b")]
+    uses = [registry.begin_use(name, "") for name in ("a", "b")]
     waiting = [asyncio.create_task(registry.wait_for_use(name, "")) for name in ("c", "d", "c")]
     await asyncio.sleep(0)
-    assert registry.begin_use("a") is not None, "it needs no place"
-    assert registry.begin_use("d") is None and not any(task.done() for task in waiting)
+    assert registry.begin_use("a", "") is not None, "it needs no place"
+    assert registry.begin_use("d", "") is None and not any(task.done() for task in waiting)
     assert uses[1] is not None
     uses[1].release()
     done, _ = await asyncio.wait(waiting, timeout=0.05)
@@ -141,7 +141,7 @@ async def test_a_request_for_an_adapter_in_use_goes_on_at_once_though_others_wai
 
 async def test_no_more_requests_wait_for_a_place_than_may_be_queued() -> None:
     registry = await registry_of("a", "b", "c", max_num_queued_reqs=1)
-    uses = [registry.begin_use(name) for name in ("a", "b")]
+    uses = [registry.begin_use(name, "") for name in ("a", "b")]
     waiting = asyncio.create_task(registry.wait_for_use("c", ""))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="max_num_queued_reqs"):
@@ -153,7 +153,7 @@ async def test_no_more_requests_wait_for_a_place_than_may_be_queued() -> None:
 
 async def test_no_tenant_takes_all_places_of_those_that_wait() -> None:
     registry = await registry_of("a", "b", "c", max_num_queued_reqs=4)
-    uses = [registry.begin_use(name) for name in ("a", "b")]
+    uses = [registry.begin_use(name, "") for name in ("a", "b")]
     waiting = [asyncio.create_task(registry.wait_for_use("c", "greedy")) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match=r"2 requests wait .*, 2 of them for your API key.*the limit is 4"):
@@ -164,7 +164,7 @@ async def test_no_tenant_takes_all_places_of_those_that_wait() -> None:
     waiting[0].cancel()
     uses[0].release()
     assert [(await each).adapter.path for each in waiting[1:]] == ["/c"] * 2
-    assert registry.begin_use("a") is None
+    assert registry.begin_use("a", "") is None
     again = [asyncio.create_task(registry.wait_for_use("a", "greedy")) for _ in range(2)]  # all places were given back
     await asyncio.sleep(0)
     assert registry.usage().num_waiting == 2
@@ -175,7 +175,7 @@ async def test_no_tenant_takes_all_places_of_those_that_wait() -> None:
 async def test_a_request_that_leaves_the_queue_lets_those_behind_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
     registry = await registry_of("a", "b", "c")
-    uses = [registry.begin_use(name) for name in ("a", "b")]
+    uses = [registry.begin_use(name, "") for name in ("a", "b")]
     first, second = (asyncio.create_task(registry.wait_for_use(name, "")) for name in ("c", "a"))
     await asyncio.sleep(0)
     first.cancel()
@@ -187,8 +187,66 @@ async def test_a_request_that_leaves_the_queue_lets_those_behind_it_go_on(monkey
 async def test_a_request_that_waits_too_long_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_registry, "WAIT_TIMEOUT_S", 0.01)
     registry = await registry_of("a", "b", "c")
-    uses = [registry.begin_use(name) for name in ("a", "b")]
+    uses = [registry.begin_use(name, "") for name in ("a", "b")]
     with pytest.raises(QueueFull, match="--max-loras"):
         await registry.wait_for_use("c", "")
     uses[0].release()
-    assert registry.begin_use("c") is not None
+    assert registry.begin_use("c", "") is not None
+
+
+async def waiting_for(registry: AdapterRegistry, *requests: tuple[str, str]) -> list[asyncio.Task[AdapterUse]]:
+    """Return requests, each for an adapter and of a tenant, that have begun to wait in this order."""
+    tasks = [asyncio.create_task(registry.wait_for_use(name, tenant)) for name, tenant in requests]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+async def test_the_backlog_of_one_tenant_does_not_delay_another() -> None:
+    registry = await registry_of("a", "b", "c", "d", "e")
+    uses = [registry.begin_use(name, "greedy") for name in ("a", "b")]
+    assert all(uses)
+    waiting = await waiting_for(registry, ("c", "greedy"), ("d", "greedy"), ("e", "other"), ("d", "other"))
+    uses[0].release()
+    assert (await waiting[2]).adapter.path == "/e", "the tenant with fewer places is first"
+    uses[1].release()
+    assert (await waiting[0]).adapter.path == "/c", "of two with as many, the one that has waited longer"
+    (await waiting[2]).release()
+    assert {(await task).adapter.path for task in (waiting[1], waiting[3])} == {"/d"}, "they share a place"
+    for task in (waiting[0], waiting[1], waiting[3]):
+        (await task).release()
+    assert registry.usage() == (5, 0, {}, ()) and not registry._used_by and not registry._waiting
+
+
+async def test_a_tenant_that_waits_keeps_those_that_hold_more_from_their_busy_adapters_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
+    registry = await registry_of("a", "b", "c", "d", max_loras=3)
+    uses = {name: registry.begin_use(name, tenant) for name, tenant in (("a", "x"), ("b", "x"), ("c", "y"))}
+    waiting = await waiting_for(registry, ("d", "x"))
+    again = registry.begin_use("c", "y")
+    assert again is not None, "y holds less than x, whose backlog is its own affair"
+    again.release()
+    assert registry.begin_use("a", "x") is None, "x overtakes itself no longer"
+    assert registry.begin_use("a", "z") is not None, "one that holds nothing may share a place"
+    waiting += await waiting_for(registry, ("d", "w"))
+    for name, tenant in (("c", "y"), ("a", "x"), ("a", "v")):
+        assert registry.begin_use(name, tenant) is None, "w has no place yet"
+    use = uses["c"]
+    assert use is not None
+    use.release()
+    assert {(await task).adapter.path for task in waiting} == {"/d"}
+
+
+async def test_a_request_that_others_overtake_is_next_for_tenants_that_take_turns_with_a_busy_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_registry, "OVERTAKEN_S", 0.0)
+    registry = await registry_of("a", "b", max_loras=1)
+    use = registry.begin_use("a", "x")
+    waiting = await waiting_for(registry, ("b", "y"), ("a", "z"), ("a", "x"))
+    assert use is not None
+    use.release()
+    (await waiting[0]).release()
+    assert [(await task).adapter.path for task in waiting[1:]] == ["/a", "/a"]
