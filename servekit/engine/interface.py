@@ -147,7 +147,7 @@ class Adapters(Protocol):
     async def unload(self, name: str) -> None:
         """Forget an adapter. Requests that use it go on. Raises ModelNotFound."""
 
-    def begin_use(self, name: str) -> AdapterUse | None:
+    def begin_use(self, name: str, tenant: str) -> AdapterUse | None:
         """Use an adapter if it can be used at once. May raise ModelNotFound."""
 
     async def wait_for_use(self, name: str, tenant: str) -> AdapterUse:
