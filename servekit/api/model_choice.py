@@ -50,6 +50,7 @@ LACKS: dict[str, str] = {
     PredictorKind.CLASSIFY: "classifies nothing",
     INFER: "computes no tensors",
 }
+MAX_KEY_BYTES = 2**16  # of a conversation's key, without its length
 
 
 async def engine_for(
@@ -158,7 +159,11 @@ def _wrong_kind(model: ServedModel, kind: str, served: Sequence[ServedModel]) ->
 
 
 def _beginning(conversation: Conversation) -> bytes:
-    """Return the conversation up to the first message of its user, which all its requests have in common."""
+    """Return a key of the conversation up to the first message of its user, which all its requests have in common.
+
+    The key has the length and the first bytes of that: each model of an alias hashes the key, on the event loop.
+    """
     roles = [message.get("role") for message in conversation]
     length = roles.index("user") + 1 if "user" in roles else 1
-    return encode(conversation[:length])
+    encoded = encode(conversation[:length])
+    return encoded if len(encoded) <= MAX_KEY_BYTES else b"%d " % len(encoded) + encoded[:MAX_KEY_BYTES]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Encoding
@@ -18,6 +19,7 @@ from servekit.requests.prediction import Input, PredictionRequest
 SHORT_REQUEST = 2**9  # characters of one text that is encoded on the event loop; to change threads takes longer
 LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own
 CHARACTERS_PER_TOKEN = 32  # characters of a long text that are first encoded for each token that it may have
+SLICE_CHARACTERS = 2**18  # encoded at a time: an encoding takes some 150 bytes a token, until only its ids are kept
 SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
 TIMEOUT_S = 60.0  # including the wait for others
 
@@ -41,9 +43,10 @@ class PredictorTokenizer:
         if len(request.inputs) == 1 and 0 < num_characters <= SHORT_REQUEST and not self._is_closed:
             return self.encode_blocking(request)
         threads = self._threads if num_characters < LONG_REQUEST else self._threads_for_long
+        is_abandoned = threading.Event()
         try:
             async with pause_tolerant_timeout(TIMEOUT_S):
-                return await threads.run(tenant, lambda: self.encode_blocking(request))
+                return await threads.run(tenant, lambda: self.encode_blocking(request, is_abandoned.is_set))
         except ExecutorShutDown:
             raise shutting_down() from None
         except TimeoutError:
@@ -52,26 +55,50 @@ class PredictorTokenizer:
                 "again later, or send shorter texts",
                 retry_after_s=5,
             ) from None
+        finally:
+            is_abandoned.set()  # a thread cannot be cancelled: it looks at this between two slices
 
-    def encode_blocking(self, request: PredictionRequest) -> list[TextItem]:
-        """Like `encode`, but in the calling thread."""
+    def encode_blocking(
+        self, request: PredictionRequest, is_abandoned: Callable[[], bool] = lambda: False
+    ) -> list[TextItem]:
+        """Like `encode`, but in the calling thread. Returns fewer items if nobody waits for them any more."""
         prompt, limit = self._prompt(request), self._limit(request)
         num_unpooled = 0 if self._info.pools_prompts or not prompt else self._num_prompt_tokens(prompt)
         items: dict[int, TextItem] = {}
         short: dict[int, list[str]] = {}
+        num_short_characters = 0
+        first_texts: dict[str, str] = {}  # first texts of pairs, and what is encoded of them
+
+        def encode_short() -> None:
+            for (index, parts), encoding in zip(short.items(), self._encode_all(list(short.values())), strict=True):
+                items[index] = self._item(encoding, parts, request, index, limit, num_unpooled)
+            short.clear()
+
         for index, value in enumerate(request.inputs):
+            if is_abandoned():
+                return []
             if isinstance(value, list | array):
                 items[index] = self._of_token_ids(value, request, index, limit)
                 continue
             assert isinstance(value, str | tuple)
-            parts = self._prepared(value, prompt)
-            if sum(map(len, parts)) <= CHARACTERS_PER_TOKEN * limit:
+            if isinstance(value, str):
+                parts = [self._prepared(prompt + value)]
+            else:
+                # A reranker has one query for all documents. Were all of it encoded with each of them, a request of a
+                # few kilobytes would take many seconds.
+                if value[0] not in first_texts:
+                    first_texts[value[0]] = self._beginning(self._prepared(prompt + value[0]), limit)
+                parts = [first_texts[value[0]], self._prepared(value[1])]
+            num_characters = sum(map(len, parts))
+            if num_characters <= CHARACTERS_PER_TOKEN * limit:
                 short[index] = parts
+                num_short_characters += num_characters
+                if num_short_characters >= SLICE_CHARACTERS:
+                    encode_short()
+                    num_short_characters = 0
             else:
                 items[index] = self._item(self._encode_long(parts, limit), parts, request, index, limit, num_unpooled)
-        encodings = self._encode_all(list(short.values()))
-        for (index, parts), encoding in zip(short.items(), encodings, strict=True):
-            items[index] = self._item(encoding, parts, request, index, limit, num_unpooled)
+        encode_short()
         return [items[index] for index in range(len(request.inputs))]
 
     def close(self) -> None:
@@ -111,13 +138,22 @@ class PredictorTokenizer:
         encoding = self._tokenizer.encode(prompt)
         return len(encoding) - encoding.special_tokens_mask[-1]
 
-    def _prepared(self, value: str | tuple[str, str], prompt: str) -> list[str]:
-        """Return the text, or the two of a pair, as they are encoded."""
-        parts = [value] if isinstance(value, str) else list(value)
-        parts[0] = prompt + parts[0]
-        return [part.lower() for part in parts] if self._info.lowercases else parts
+    def _prepared(self, text: str) -> str:
+        """Return the text as it is encoded."""
+        return text.lower() if self._info.lowercases else text
 
     # -- encodings ----------------------------------------------------------------------------------------------------
+
+    def _beginning(self, text: str, limit: int) -> str:
+        """Return the text without what is certainly cut off: it keeps some tokens more than `limit`, if it has them."""
+        num_kept = limit + SPARE_TOKENS
+        if len(text) <= num_kept:
+            return text
+        encoding = self._encode_long([text], limit)
+        if len(encoding) <= num_kept + self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            return text
+        first_left_out, _ = encoding.offsets[num_kept]
+        return text[:first_left_out]
 
     def _encode_long(self, parts: list[str], limit: int) -> Encoding:
         """Encode a beginning of the text that has more tokens than are kept. The whole may take seconds."""

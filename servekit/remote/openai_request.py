@@ -7,6 +7,7 @@ this server's own models, so they have no effect.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from servekit.requests.generation import Chat, GenerationRequest, Grammar, Gramm
 Dialect = Literal["openai", "vllm", "tgi"]
 Json = dict[str, Any]
 
+MAX_PARTS_ON_LOOP = 1000  # messages and tool calls; each takes about a microsecond
 _OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop")
 # vLLM's, and the value that is the same as leaving it out.
 _OF_VLLM: dict[str, Any] = {
@@ -108,6 +110,12 @@ def _refusal(param: str, model: str) -> InvalidRequest:
     )
 
 
+def is_long(request: GenerationRequest) -> bool:
+    """Whether `write_requests` would hold the event loop for more than about a millisecond."""
+    messages = request.chat.messages if request.chat is not None else []
+    return len(messages) + sum(len(each.get("tool_calls") or ()) for each in messages) > MAX_PARTS_ON_LOOP
+
+
 def write_requests(request: GenerationRequest, name: str, dialect: Dialect) -> list[RemoteRequest]:
     """Return the requests for all prompts. `name` is the model's name there. Raises InvalidRequest."""
     chat = request.chat
@@ -193,7 +201,9 @@ def as_openai_writes(conversation: list[Json], dialect: Dialect) -> list[Json]:
     Arguments of calls become text again. OpenAI's API needs an id for each call, and clients of Ollama give none. So
     ids are added, and results belong to the calls in order.
     """
-    messages, open_ids, num_calls = [], [], 0
+    messages, num_calls = [], 0
+    # Of calls without a result, in order. In a list, to find the ids of thousands of calls would take seconds.
+    open_ids: OrderedDict[str, None] = OrderedDict()
     for each in conversation:
         message: Json = {name: each[name] for name in ("role", "content", "name", "tool_call_id") if name in each}
         if dialect == "vllm" and each.get("reasoning_content"):
@@ -203,13 +213,11 @@ def as_openai_writes(conversation: list[Json], dialect: Dialect) -> list[Json]:
             for call in each["tool_calls"]:
                 call_id = call.get("id") or f"call_{num_calls}"
                 num_calls += 1
-                open_ids.append(call_id)
+                open_ids[call_id] = None
                 calls.append({"id": call_id, "type": "function", "function": _function(call)})
             message["content"] = message.get("content") or None
         elif message["role"] == "tool":
-            call_id = message.setdefault("tool_call_id", open_ids[0] if open_ids else "call_0")
-            if call_id in open_ids:
-                open_ids.remove(call_id)
+            open_ids.pop(message.setdefault("tool_call_id", next(iter(open_ids), "call_0")), None)
         messages.append(message)
     return messages
 

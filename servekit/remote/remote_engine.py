@@ -31,7 +31,7 @@ from servekit.protocol.frames import Bytes
 from servekit.protocol.messages import TokenLogprobs, WorkerReady
 from servekit.remote.circuit_breaker import Outcome
 from servekit.remote.failure import Failure
-from servekit.remote.openai_request import RemoteRequest, check_supported, write_requests
+from servekit.remote.openai_request import RemoteRequest, check_supported, is_long, write_requests
 from servekit.remote.openai_stream import DONE, AnswerReader, EventReader, NamedToken, Piece
 from servekit.remote.remote_model import RemoteModel
 from servekit.remote.request_state import RemoteState
@@ -175,7 +175,11 @@ class RemoteEngine(RemoteModel):
     async def submit(self, request: GenerationRequest, caller: Caller, places: _Places) -> RequestState:
         """Send a request, and return when the server has begun to answer. Raises RequestError or WorkerError."""
         check_supported(request, self.config.model_name, self.settings.dialect)
-        requests = write_requests(request, self.config.model, self.settings.dialect)
+        arguments = request, self.config.model, self.settings.dialect
+        if is_long(request):
+            requests = await asyncio.to_thread(write_requests, *arguments)
+        else:
+            requests = write_requests(*arguments)
         interval = request.stream_interval or self.config.stream_interval
         state = RemoteState(request, caller, interval, places.arrival_s, self._abort, places.hand_over())
         places.forget()

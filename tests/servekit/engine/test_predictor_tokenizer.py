@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from servekit.engine import predictor_tokenizer
 from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
 from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, ServekitError
 from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
@@ -59,6 +60,42 @@ def test_pairs_are_cut_as_transformers_cuts_them(
     assert list(item.token_ids) == expected["input_ids"]
     num_first = item.num_first or len(item.token_ids)
     assert expected["token_type_ids"] == [0] * num_first + [1] * (len(item.token_ids) - num_first)
+
+
+@pytest.mark.parametrize("query", ["the sky is blue", LONG, SPACED, "the " * (LIMIT + 62), "the " * (LIMIT + 66)])
+@pytest.mark.parametrize("limit", [5, LIMIT])
+def test_a_query_with_many_documents_gives_each_pair_the_tokens_that_it_has_alone(
+    query: str, limit: int, monkeypatch: pytest.MonkeyPatch, reference: PreTrainedTokenizerFast
+) -> None:
+    monkeypatch.setattr(predictor_tokenizer, "SLICE_CHARACTERS", 100)
+    documents = ["fish swim", "a", "cats and dogs sleep . " * 3, TEXTS[0], "the sky"]
+    pairs = [(query, document) for document in documents]
+    items = make().encode_blocking(request(pairs, truncates=True, max_tokens=limit))
+    for item, pair in zip(items, pairs, strict=True):
+        expected = reference(*pair, truncation="longest_first", max_length=limit)["input_ids"]
+        assert list(item.token_ids) == expected, pair
+
+
+def test_a_long_query_is_encoded_whole_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encoded = make(), list[list[str]]()
+    encode_all, encode = tokenizer._encode_all, tokenizer._encode
+    monkeypatch.setattr(tokenizer, "_encode_all", lambda texts: encoded.extend(texts) or encode_all(texts))
+    monkeypatch.setattr(tokenizer, "_encode", lambda parts: encoded.append(parts) or encode(parts))
+    pairs = [("the sky is blue " * 1000, "fish")] * 200
+    assert len(tokenizer.encode_blocking(request(pairs, truncates=True))) == 200
+    assert sum(len(part) for parts in encoded for part in parts) < 200 * 1000
+
+
+def test_texts_are_encoded_in_slices_and_no_longer_than_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor_tokenizer, "SLICE_CHARACTERS", 20)
+    tokenizer, slices = make(), list[int]()
+    encode_all = tokenizer._encode_all
+    monkeypatch.setattr(tokenizer, "_encode_all", lambda texts: slices.append(len(texts)) or encode_all(texts))
+    texts = ["the sky is blue"] * 7
+    assert tokenizer.encode_blocking(request(texts)) == make().encode_blocking(request(texts[:1])) * 7
+    assert slices == [2, 2, 2, 1]
+    slices.clear()
+    assert not tokenizer.encode_blocking(request(texts), lambda: bool(slices)) and slices == [2]
 
 
 def test_two_long_texts_are_cut_to_the_same_length() -> None:

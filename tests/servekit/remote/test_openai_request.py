@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import Any
 
@@ -199,6 +200,21 @@ def test_calls_and_results_are_written_as_openai_does() -> None:
     for bad in ({}, {"function": "f"}, {"function": {"name": 1}}):
         with pytest.raises(InvalidRequest):
             as_openai_writes([{"role": "assistant", "content": "", "tool_calls": [bad]}], "openai")
+
+
+def test_results_of_thousands_of_calls_are_matched_in_linear_time() -> None:
+    def processor_s(number: int) -> float:
+        calls = [{"id": str(index), "function": {"name": "f"}} for index in range(number)]
+        results = [{"role": "tool", "content": "", "tool_call_id": "unknown"} for _ in range(number)]
+        conversation = [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        times_s = []
+        for _ in range(3):
+            began_s = time.process_time()
+            as_openai_writes(conversation, "openai")
+            times_s.append(time.process_time() - began_s)
+        return min(times_s)
+
+    assert processor_s(8000) < 24 * processor_s(1000)  # quadratic: 64 times
 
 
 @pytest.mark.parametrize(
