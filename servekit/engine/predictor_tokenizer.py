@@ -6,6 +6,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -22,6 +23,16 @@ CHARACTERS_PER_TOKEN = 32  # characters of a long text that are first encoded fo
 SLICE_CHARACTERS = 2**18  # encoded at a time: an encoding takes some 150 bytes a token, until only its ids are kept
 SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
 TIMEOUT_S = 60.0  # including the wait for others
+
+
+class _Part(NamedTuple):
+    """A text, or one of the two of a pair, as it is encoded."""
+
+    text: str
+    num_tokens: int = 0  # of the whole text, if this is only its beginning
+
+
+_Parts = list[_Part]
 
 
 class PredictorTokenizer:
@@ -65,9 +76,9 @@ class PredictorTokenizer:
         prompt, limit = self._prompt(request), self._limit(request)
         num_unpooled = 0 if self._info.pools_prompts or not prompt else self._num_prompt_tokens(prompt)
         items: dict[int, TextItem] = {}
-        short: dict[int, list[str]] = {}
+        short: dict[int, _Parts] = {}
         num_short_characters = 0
-        first_texts: dict[str, str] = {}  # first texts of pairs, and what is encoded of them
+        first_parts: dict[str, _Part] = {}  # by the first text of a pair
 
         def encode_short() -> None:
             for (index, parts), encoding in zip(short.items(), self._encode_all(list(short.values())), strict=True):
@@ -82,14 +93,14 @@ class PredictorTokenizer:
                 continue
             assert isinstance(value, str | tuple)
             if isinstance(value, str):
-                parts = [self._prepared(prompt + value)]
+                parts = [_Part(self._prepared(prompt + value))]
             else:
                 # A reranker has one query for all documents. Were all of it encoded with each of them, a request of a
                 # few kilobytes would take many seconds.
-                if value[0] not in first_texts:
-                    first_texts[value[0]] = self._beginning(self._prepared(prompt + value[0]), limit)
-                parts = [first_texts[value[0]], self._prepared(value[1])]
-            num_characters = sum(map(len, parts))
+                if value[0] not in first_parts:
+                    first_parts[value[0]] = self._beginning(self._prepared(prompt + value[0]), limit)
+                parts = [first_parts[value[0]], _Part(self._prepared(value[1]))]
+            num_characters = sum(len(part.text) for part in parts)
             if num_characters <= CHARACTERS_PER_TOKEN * limit:
                 short[index] = parts
                 num_short_characters += num_characters
@@ -144,40 +155,42 @@ class PredictorTokenizer:
 
     # -- encodings ----------------------------------------------------------------------------------------------------
 
-    def _beginning(self, text: str, limit: int) -> str:
+    def _beginning(self, text: str, limit: int) -> _Part:
         """Return the text without what is certainly cut off: it keeps some tokens more than `limit`, if it has them."""
         num_kept = limit + SPARE_TOKENS
         if len(text) <= num_kept:
-            return text
-        encoding = self._encode_long([text], limit)
-        if len(encoding) <= num_kept + self._tokenizer.num_special_tokens_to_add(is_pair=False):
-            return text
+            return _Part(text)
+        encoding = self._encode_beginning(text, limit)
+        if len(encoding) <= num_kept:
+            return _Part(text)
         first_left_out, _ = encoding.offsets[num_kept]
-        return text[:first_left_out]
+        return _Part(text[:first_left_out], len(encoding))
 
-    def _encode_long(self, parts: list[str], limit: int) -> Encoding:
+    def _encode_long(self, parts: _Parts, limit: int) -> Encoding:
         """Encode a beginning of the text that has more tokens than are kept. The whole may take seconds."""
         num_characters = CHARACTERS_PER_TOKEN * limit
         while True:
-            encoding = self._encode([part[:num_characters] for part in parts])
-            has_all = all(len(part) <= num_characters for part in parts)
+            encoding = self._encode([_Part(part.text[:num_characters]) for part in parts])
+            has_all = all(len(part.text) <= num_characters for part in parts)
             # Of a pair, the longer part is cut. It has enough tokens if it alone has more than are kept.
             if has_all or len(encoding) > len(parts) * (limit + SPARE_TOKENS):
                 return encoding
             num_characters *= 4
 
-    def _encode_all(self, texts: list[list[str]]) -> list[Encoding]:
+    def _encode_all(self, texts: list[_Parts]) -> list[Encoding]:
         if len(texts) < 2:  # a batch is divided among the library's threads
             return list(map(self._encode, texts))
-        return self._tokenizer.encode_batch([parts[0] if len(parts) == 1 else (parts[0], parts[1]) for parts in texts])
+        return self._tokenizer.encode_batch(
+            [parts[0].text if len(parts) == 1 else (parts[0].text, parts[1].text) for parts in texts]
+        )
 
-    def _encode(self, parts: list[str]) -> Encoding:
-        return self._tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None)
+    def _encode(self, parts: _Parts) -> Encoding:
+        return self._tokenizer.encode(parts[0].text, parts[1].text if len(parts) == 2 else None)
 
     def _item(
         self,
         encoding: Encoding,
-        parts: list[str],
+        parts: _Parts,
         request: PredictionRequest,
         index: int,
         limit: int,
@@ -192,17 +205,22 @@ class PredictorTokenizer:
         num_unpooled = min(num_unpooled, len(encoding) - 1)
         return TextItem(tuple(encoding.ids), num_first, num_unpooled, request.dimensions)
 
-    def _cut(self, parts: list[str], limit: int) -> Encoding:
+    def _cut(self, parts: _Parts, limit: int) -> Encoding:
         """Encode a text that is too long, without its last tokens; of a pair, the longer one loses them first."""
-        num_characters = CHARACTERS_PER_TOKEN * 4 * limit
-        encoded = [self._tokenizer.encode(part[:num_characters], add_special_tokens=False) for part in parts]
-        for number, part in enumerate(parts):  # with many spaces, for example
-            if len(encoded[number]) < limit + SPARE_TOKENS and len(part) > num_characters:
-                encoded[number] = self._tokenizer.encode(part, add_special_tokens=False)
+        encoded = [self._encode_beginning(part.text, limit) for part in parts]
         room = limit - self._tokenizer.num_special_tokens_to_add(is_pair=len(parts) == 2)
-        for encoding, length in zip(encoded, kept_lengths([len(each) for each in encoded], room), strict=True):
+        lengths = [part.num_tokens or len(encoding) for part, encoding in zip(parts, encoded, strict=True)]
+        for encoding, length in zip(encoded, kept_lengths(lengths, room), strict=True):
             encoding.truncate(length)
         return self._tokenizer.post_process(encoded[0], encoded[1] if len(encoded) == 2 else None)
+
+    def _encode_beginning(self, text: str, limit: int) -> Encoding:
+        """Encode a beginning of one text that has more tokens than are kept, without special tokens."""
+        num_characters = CHARACTERS_PER_TOKEN * 4 * limit
+        encoding = self._tokenizer.encode(text[:num_characters], add_special_tokens=False)
+        if len(encoding) < limit + SPARE_TOKENS and len(text) > num_characters:  # with many spaces, for example
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding
 
     def _of_token_ids(self, token_ids: Sequence[int], request: PredictionRequest, index: int, limit: int) -> TextItem:
         if len(token_ids) > limit:  # first: to look for the largest of millions holds the interpreter's lock

@@ -203,7 +203,7 @@ def as_openai_writes(conversation: list[Json], dialect: Dialect) -> list[Json]:
     """
     messages, num_calls = [], 0
     # Of calls without a result, in order. In a list, to find the ids of thousands of calls would take seconds.
-    open_ids: OrderedDict[str, None] = OrderedDict()
+    open_ids: OrderedDict[str, int] = OrderedDict()  # and how many calls have the id
     for each in conversation:
         message: Json = {name: each[name] for name in ("role", "content", "name", "tool_call_id") if name in each}
         if dialect == "vllm" and each.get("reasoning_content"):
@@ -213,11 +213,19 @@ def as_openai_writes(conversation: list[Json], dialect: Dialect) -> list[Json]:
             for call in each["tool_calls"]:
                 call_id = call.get("id") or f"call_{num_calls}"
                 num_calls += 1
-                open_ids[call_id] = None
+                if not isinstance(call_id, str):
+                    raise InvalidRequest("messages has a tool call whose id is not a string", param="messages")
+                open_ids[call_id] = open_ids.get(call_id, 0) + 1
                 calls.append({"id": call_id, "type": "function", "function": _function(call)})
             message["content"] = message.get("content") or None
         elif message["role"] == "tool":
-            open_ids.pop(message.setdefault("tool_call_id", next(iter(open_ids), "call_0")), None)
+            call_id = message.setdefault("tool_call_id", next(iter(open_ids), "call_0"))
+            if not isinstance(call_id, str):
+                raise InvalidRequest("messages has a tool_call_id that is not a string", param="messages")
+            if open_ids.get(call_id, 0) > 1:
+                open_ids[call_id] -= 1
+            else:
+                open_ids.pop(call_id, None)
         messages.append(message)
     return messages
 

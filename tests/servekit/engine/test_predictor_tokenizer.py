@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from servekit.engine import predictor_tokenizer
-from servekit.engine.predictor_tokenizer import PredictorTokenizer, load_predictor_tokenizer
+from servekit.engine.predictor_tokenizer import PredictorTokenizer, kept_lengths, load_predictor_tokenizer
 from servekit.errors import ConfigError, ContextTooLong, InvalidRequest, ServekitError
 from servekit.protocol.prediction import Modality, PredictorInfo, PredictorKind
 from servekit.requests.prediction import PredictionRequest
@@ -77,13 +77,25 @@ def test_a_query_with_many_documents_gives_each_pair_the_tokens_that_it_has_alon
 
 
 def test_a_long_query_is_encoded_whole_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, encoded = make(), list[list[str]]()
+    tokenizer, encoded = make(), list[Any]()
     encode_all, encode = tokenizer._encode_all, tokenizer._encode
     monkeypatch.setattr(tokenizer, "_encode_all", lambda texts: encoded.extend(texts) or encode_all(texts))
     monkeypatch.setattr(tokenizer, "_encode", lambda parts: encoded.append(parts) or encode(parts))
     pairs = [("the sky is blue " * 1000, "fish")] * 200
     assert len(tokenizer.encode_blocking(request(pairs, truncates=True))) == 200
-    assert sum(len(part) for parts in encoded for part in parts) < 200 * 1000
+    assert sum(len(part.text) for parts in encoded for part in parts) < 200 * 1000
+
+
+@pytest.mark.parametrize(("num_first", "num_second"), [(200, 100), (100, 200), (150, 150), (79, 81), (81, 79)])
+@pytest.mark.parametrize("limit", [9, LIMIT])
+def test_a_long_query_counts_whole_where_the_longer_text_loses_its_tokens(
+    num_first: int, num_second: int, limit: int
+) -> None:
+    (item,) = make().encode_blocking(
+        request([("the " * num_first, "a " * num_second)], truncates=True, max_tokens=limit)
+    )
+    kept = kept_lengths([num_first, num_second], limit - 3)
+    assert (item.num_first, len(item.token_ids)) == (2 + kept[0], limit)
 
 
 def test_texts_are_encoded_in_slices_and_no_longer_than_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:

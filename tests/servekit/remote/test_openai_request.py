@@ -10,7 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.errors import InvalidRequest
-from servekit.remote.openai_request import Dialect, RemoteRequest, as_openai_writes, check_supported, write_requests
+from servekit.remote.openai_request import (
+    Dialect,
+    RemoteRequest,
+    as_openai_writes,
+    check_supported,
+    is_long,
+    write_requests,
+)
 from servekit.requests.generation import Chat, GenerationRequest, Grammar, GrammarKind, Prompt, Sampling
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -197,9 +204,21 @@ def test_calls_and_results_are_written_as_openai_does() -> None:
     ]
     assert written[4]["tool_calls"][0]["function"] == {"name": "g", "arguments": "{"} and written[4]["content"] == "so"
     assert as_openai_writes(conversation, "vllm")[1]["reasoning_content"] == "hm"
-    for bad in ({}, {"function": "f"}, {"function": {"name": 1}}):
+    twice = [{"role": "assistant", "tool_calls": [{"id": "a", **call}] * 2}, *({"role": "tool"} for _ in range(3))]
+    assert [message["tool_call_id"] for message in as_openai_writes(twice, "openai")[1:]] == ["a", "a", "call_0"]
+    with pytest.raises(InvalidRequest, match="tool_call_id that is not a string"):
+        as_openai_writes([{"role": "tool", "tool_call_id": ["a"]}], "openai")
+    for bad in ({}, {"function": "f"}, {"function": {"name": 1}}, {"id": ["a"], **call}, {"id": {"b": 1}, **call}):
         with pytest.raises(InvalidRequest):
             as_openai_writes([{"role": "assistant", "content": "", "tool_calls": [bad]}], "openai")
+
+
+def test_conversations_of_many_messages_and_calls_are_written_in_a_thread() -> None:
+    calls = [{"id": str(index), "function": {"name": "f"}} for index in range(999)]
+    short = [{"role": "assistant", "tool_calls": calls}]
+    for messages, expected in ((short, False), ([*short, {"role": "tool", "content": ""}], True)):
+        assert is_long(GenerationRequest(prompts=[], sampling=Sampling(), chat=Chat(messages=messages))) is expected
+    assert not is_long(GenerationRequest(prompts=[], sampling=Sampling()))
 
 
 def test_results_of_thousands_of_calls_are_matched_in_linear_time() -> None:
