@@ -107,8 +107,12 @@ class _GrammarState:
         return 1 + num_common(drafts, self.ready_drafts) if drafts else 1
 
     def lacks_token(self, row: SamplingRow) -> bool:
-        """Whether a position before the row's was deferred, so that a token before the row is missing."""
-        return self.deferred_at is not None and row.num_outputs != self.deferred_at
+        """Whether a position before the row's was deferred, so that a token before the row is missing.
+
+        A row before the deferred one lacks none. There is such a row if a step was executed in parts, and a part began
+        with a draft's row that was deferred: if the draft is rejected, the next plan begins before that row.
+        """
+        return self.deferred_at is not None and row.num_outputs > self.deferred_at
 
 
 # A sequence, tokens of its answer that its process lacks, and drafts after them.

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
+from servekit.protocol.messages import StepPlan
 from servekit.requests.generation import GrammarKind
 from servekit.scheduler.sequence import FinishReason, Sequence
 from tests.support.drafters import HostileDrafter, OracleDrafter, RandomDrafter, WatchingDrafter
@@ -27,9 +28,11 @@ from tests.workers.sampling.test_structured_output import (
     wait_for_masks,
     wait_until_ready,
 )
+from workers.batch import Batch
 from workers.grammar.messages import Mask
 from workers.loading.model_manager import LoadedModel
 from workers.runner import model_runner
+from workers.runner.interface import OutOfMemory
 from workers.runner.oom_retry import MIN_TOKENS
 from workers.sampling.logprobs import sampled_logprobs
 from workers.sampling.structured_output import GrammarMasks
@@ -248,6 +251,37 @@ def test_a_step_that_is_executed_again_uses_the_masks_of_its_own_positions(
     engine.run()
     assert num_failed >= 2
     assert answers_of(sequences) == expected
+
+
+def test_a_part_of_a_step_whose_masks_are_late_holds_up_no_row_before_it(
+    demo: LoadedModel, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part may begin with the row of a draft, which is deferred and turns out to be after a rejected draft."""
+    oracle = OracleDrafter(texts_of(expected), num_right=3)
+    engine = InProcessEngine(demo, max_drafts=MAX_DRAFTS, drafter=oracle, **AMPLE)
+    wait, execute, parts = engine.runner.grammars._wait, engine.runner._execute, list[StepPlan]()
+
+    def fail_at_times(plan: StepPlan, batch: Batch | None) -> Any:
+        if plan.num_tokens <= MIN_TOKENS:
+            parts.append(plan)
+        elif engine.num_steps % 3 == 0:
+            parts.clear()
+            raise OutOfMemory("for a test")
+        return execute(plan, batch)
+
+    def wait_in_first_part(*arguments: Any) -> None:
+        if len(parts) < 2:
+            wait(*arguments)
+
+    monkeypatch.setattr(engine.runner, "_execute", fail_at_times)
+    monkeypatch.setattr(engine.runner.grammars, "_wait", wait_in_first_part)
+    sequences, num_late = add_all(engine), 0
+    while engine.manager.has_work:
+        parts.clear()
+        engine.step()
+        num_late += len(parts) > 1
+        assert engine.num_steps < 2000, "a row is deferred again and again"
+    assert num_late > 5 and answers_of(sequences) == expected
 
 
 def test_a_grammar_that_crashes_its_process_fails_only_the_answers_of_its_request(demo: LoadedModel) -> None:
