@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from servekit.errors import ConfigError
@@ -918,7 +919,7 @@ def _add_connector(runner: ModelRunner, settings: LoadModel, ranks: Ranks | None
 def _named_in_profile(name: str) -> contextlib.AbstractContextManager[object]:
     """Give what is done within a name in a profile: torch does not see what C computes."""
     # To give it a name takes some microseconds, also where no profile is recorded.
-    return record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+    return record_function(name) if _profiler_enabled() else contextlib.nullcontext()
 
 
 def _log_loaded(ready: WorkerReady, distance: float) -> None:
