@@ -281,7 +281,7 @@ def test_a_part_of_a_step_whose_masks_are_late_holds_up_no_row_before_it(
         engine.step()
         num_late += len(parts) > 1
         assert engine.num_steps < 2000, "a row is deferred again and again"
-    assert num_late > 5 and answers_of(sequences) == expected
+    assert num_late and answers_of(sequences) == expected
 
 
 def test_a_grammar_that_crashes_its_process_fails_only_the_answers_of_its_request(demo: LoadedModel) -> None:
