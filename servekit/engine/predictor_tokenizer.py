@@ -67,12 +67,12 @@ class PredictorTokenizer:
                 retry_after_s=5,
             ) from None
         finally:
-            is_abandoned.set()  # a thread cannot be cancelled: it looks at this between two slices
+            is_abandoned.set()  # a thread cannot be cancelled: it checks this before each input
 
     def encode_blocking(
         self, request: PredictionRequest, is_abandoned: Callable[[], bool] = lambda: False
     ) -> list[TextItem]:
-        """Like `encode`, but in the calling thread. Returns fewer items if nobody waits for them any more."""
+        """Like `encode`, but in the calling thread. Returns an empty list as soon as `is_abandoned` returns true."""
         prompt, limit = self._prompt(request), self._limit(request)
         num_unpooled = 0 if self._info.pools_prompts or not prompt else self._num_prompt_tokens(prompt)
         items: dict[int, TextItem] = {}
