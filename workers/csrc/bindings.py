@@ -238,9 +238,9 @@ class CSlotTable(ctypes.Structure):
 
 
 class CTokenSpan(ctypes.Structure):
-    """Positions of a slot's sequence, and how many tokens to choose after them: `token_span`."""
+    """Positions of a slot's sequence, and how many tokens are chosen: `token_span`."""
 
-    _fields_ = (("slot", _int64), ("start", _int64), ("stop", _int64), ("num_drafts", _int64))
+    _fields_ = (("slot", _int64), ("start", _int64), ("stop", _int64), ("num_chosen", _int64))
 
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
@@ -278,8 +278,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "add_experts": (None, [_pointer] * 3 + [_int64] + [_pointer] * 2),
     # layers, pages; num_layers; metadata, adapters, rotations, x, workspace, gemm_workspace
     "decode_layers": (None, [_pointer] * 2 + [_int64] + [_pointer] * 6),
-    # model, table, spans; num_spans; chosen
-    "compute_step": (None, [_pointer] * 3 + [_int64, _pointer]),
+    # model, table, adapters, spans; num_spans; chosen
+    "compute_step": (None, [_pointer] * 4 + [_int64, _pointer]),
     # model, table, spans; num_spans; drafts; drafts_width
     "continue_greedily": (None, [_pointer] * 3 + [_int64, _pointer, _int64]),
     "use_all_threads": (None, []),

@@ -303,19 +303,20 @@ typedef struct {
     int64_t row_length, width, block_size;
 } slot_table;
 
-/* Positions [start, stop) of a slot's sequence, and how many tokens to choose after them. */
+/* Positions [start, stop) of a slot's sequence, and how many tokens are chosen. */
 typedef struct {
-    int64_t slot, start, stop, num_drafts;
+    int64_t slot, start, stop, num_chosen;
 } token_span;
 
-/* Compute the spans, which together have at most MAX_STEP_TOKENS tokens. model->logits gets those of the last token of each
-   span with drafts. chosen: NULL, or as many numbers, which get the likeliest tokens; the table gets them, too. */
-void compute_step(const language_model *model, const slot_table *table, const token_span *spans, int64_t num_spans,
-                  int64_t *chosen);
+/* Compute the spans, which together have at most MAX_STEP_TOKENS tokens. model->logits gets those of the last num_chosen
+   tokens of each span. adapters: as of decode_layers. chosen: NULL, or as many numbers, which get the likeliest token
+   after each of these tokens; the table gets it, too, at the position after that token. */
+void compute_step(const language_model *model, const slot_table *table, const lora_step *adapters, const token_span *spans,
+                  int64_t num_spans, int64_t *chosen);
 
-/* Compute the spans, which together have at most MAX_STEP_TOKENS tokens and are in descending order of num_drafts.
+/* Compute the spans, which together have at most MAX_STEP_TOKENS tokens and are in descending order of num_chosen.
    Then choose the likeliest token after each, compute it, and so on. All but the last of the chosen tokens have keys and
-   values afterwards. drafts: [num_spans, drafts_width], the first num_drafts of each row are written. */
+   values afterwards. drafts: [num_spans, drafts_width], the first num_chosen of each row are written. */
 void continue_greedily(const language_model *model, const slot_table *table, const token_span *spans, int64_t num_spans,
                        int64_t *drafts, int64_t drafts_width);
 

@@ -29,17 +29,13 @@ static int64_t position_of_largest(const scalar *logits, int64_t num_logits) {
     return 0; /* only where a logit is not a number */
 }
 
-/* Lay out the tokens of all spans one after the other, and note which of them are the last of a span with drafts.
-   Returns how many tokens there are. */
-static int64_t lay_out(const slot_table *table, const token_span *spans, int64_t num_spans, step_token *tokens,
-                       int64_t *rows, int64_t *num_rows) {
+/* Lay out the tokens of all spans one after the other. Returns how many tokens there are. */
+static int64_t lay_out(const slot_table *table, const token_span *spans, int64_t num_spans, step_token *tokens) {
     int64_t num_tokens = 0;
-    *num_rows = 0;
     for (int64_t s = 0; s < num_spans; s++) {
         const int32_t *token_ids = table->token_ids + spans[s].slot * table->row_length;
         for (int64_t position = spans[s].start; position < spans[s].stop; position++)
             tokens[num_tokens++] = (step_token){token_ids[position], position, s};
-        if (spans[s].num_drafts) rows[(*num_rows)++] = num_tokens - 1;
     }
     return num_tokens;
 }
@@ -47,7 +43,7 @@ static int64_t lay_out(const slot_table *table, const token_span *spans, int64_t
 /* Compute the keys and values of some tokens, and leave what the last layer gives in model->states. The tokens of a span
    follow each other, and spans are in their order. */
 static void compute(const language_model *model, const slot_table *table, const token_span *spans,
-                    const step_token *tokens, int64_t num_tokens) {
+                    const lora_step *adapters, const step_token *tokens, int64_t num_tokens) {
     int64_t slot_mapping[MAX_STEP_TOKENS], num_sequences = 0, width = 0;
     int32_t query_starts[MAX_STEP_TOKENS + 1], lengths[MAX_STEP_TOKENS];
     for (int64_t t = 0; t < num_tokens; t++)
@@ -70,7 +66,7 @@ static void compute(const language_model *model, const slot_table *table, const 
     const attention_metadata metadata = {num_tokens, slot_mapping, num_sequences, query_starts, lengths,
                                          model->block_table, width};
     const rotation rotation = {model->cosines, model->sines, model->rotary_dim};
-    decode_layers(model->layers, model->pages, model->num_layers, &metadata, NULL, &rotation, model->states,
+    decode_layers(model->layers, model->pages, model->num_layers, &metadata, adapters, &rotation, model->states,
                   model->workspace, model->gemm_workspace);
 }
 
@@ -89,39 +85,47 @@ static void choose(const language_model *model, int64_t num_rows, int64_t *chose
         chosen[i] = position_of_largest(model->logits + i * model->head->num_outputs, model->num_choices);
 }
 
-void compute_step(const language_model *model, const slot_table *table, const token_span *spans, int64_t num_spans,
-                  int64_t *chosen) {
+void compute_step(const language_model *model, const slot_table *table, const lora_step *adapters, const token_span *spans,
+                  int64_t num_spans, int64_t *chosen) {
     step_token tokens[MAX_STEP_TOKENS];
-    int64_t rows[MAX_STEP_TOKENS], num_rows;
-    const int64_t num_tokens = lay_out(table, spans, num_spans, tokens, rows, &num_rows);
-    compute(model, table, spans, tokens, num_tokens);
+    int64_t rows[MAX_STEP_TOKENS], num_rows = 0;
+    const int64_t num_tokens = lay_out(table, spans, num_spans, tokens);
+    compute(model, table, spans, adapters, tokens, num_tokens);
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const token_span *span = spans + tokens[t].span;
+        if (tokens[t].position >= span->stop - span->num_chosen) rows[num_rows++] = t;
+    }
     if (num_rows) compute_logits(model, rows, num_rows);
     if (!chosen) return;
     choose(model, num_rows, chosen);
     for (int64_t i = 0; i < num_rows; i++) {
-        const token_span *span = spans + tokens[rows[i]].span;
-        table->token_ids[span->slot * table->row_length + span->stop] = (int32_t)chosen[i];
+        const step_token *token = tokens + rows[i];
+        table->token_ids[spans[token->span].slot * table->row_length + token->position + 1] = (int32_t)chosen[i];
     }
 }
 
 void continue_greedily(const language_model *model, const slot_table *table, const token_span *spans, int64_t num_spans,
                        int64_t *drafts, int64_t drafts_width) {
     step_token tokens[MAX_STEP_TOKENS];
-    int64_t rows[MAX_STEP_TOKENS], chosen[MAX_STEP_TOKENS], num_drafting;
+    int64_t rows[MAX_STEP_TOKENS], chosen[MAX_STEP_TOKENS], num_drafting = 0;
     const int is_small = model->largest_weight < MIN_WEIGHT_FOR_THREADS;
     if (is_small) pause_team();
-    const int64_t num_tokens = lay_out(table, spans, num_spans, tokens, rows, &num_drafting);
-    compute(model, table, spans, tokens, num_tokens);
-    for (int64_t round = 0; num_drafting; round++) { /* the spans with most drafts come first */
+    const int64_t num_tokens = lay_out(table, spans, num_spans, tokens);
+    compute(model, table, spans, NULL, tokens, num_tokens);
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const token_span *span = spans + tokens[t].span;
+        if (span->num_chosen && tokens[t].position == span->stop - 1) rows[num_drafting++] = t;
+    }
+    for (int64_t round = 0; num_drafting; round++) { /* the spans that choose most tokens come first */
         compute_logits(model, rows, num_drafting);
         choose(model, num_drafting, chosen);
         for (int64_t s = 0; s < num_drafting; s++) drafts[s * drafts_width + round] = chosen[s];
-        while (num_drafting && spans[num_drafting - 1].num_drafts <= round + 1) num_drafting--;
+        while (num_drafting && spans[num_drafting - 1].num_chosen <= round + 1) num_drafting--;
         for (int64_t s = 0; s < num_drafting; s++) {
             tokens[s] = (step_token){chosen[s], spans[s].stop + round, s};
             rows[s] = s;
         }
-        if (num_drafting) compute(model, table, spans, tokens, num_drafting);
+        if (num_drafting) compute(model, table, spans, NULL, tokens, num_drafting);
     }
     if (is_small) resume_team();
 }

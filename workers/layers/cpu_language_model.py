@@ -22,11 +22,12 @@ from workers.kv_cache.pages import KVCache
 from workers.layers.cpu_weight import CpuWeight
 from workers.layers.fused_decoder import FusedDecoder
 from workers.layers.linear import PackedLinear
+from workers.lora.lora_step import LoraStep
 
 # Of rotations whose frequencies are the same for all positions.
 FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 MIN_POSITIONS = 1024  # that have cosines and sines from the start
-Span = tuple[int, int, int, int]  # a slot, positions [start, stop) of its sequence, and how many tokens to choose then
+Span = tuple[int, int, int, int]  # a slot, positions [start, stop) of its sequence, and how many tokens are chosen
 
 
 def make_cpu_language_model(
@@ -115,39 +116,44 @@ class CpuLanguageModel:
         self._compute_step, self._continue = head.library.compute_step, head.library.continue_greedily
         self._spans: NDArray[np.int64] = np.empty((num_rows, 4), dtype=np.int64)
         self._chosen: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
-        self._step = ctypes.addressof(self._model), ctypes.addressof(self._table), self._spans.ctypes.data
+        self._addresses = ctypes.addressof(self._model), ctypes.addressof(self._table)
+        self._spans_address = self._spans.ctypes.data
         self._chosen_address = self._chosen.ctypes.data
         # C has only addresses.
         self._keeps_alive = (head, backend, cache, table, embeddings, norm, pages)
         self._memory = (states, cosines, sines, workspace, gemm_workspace, block_table)
         self._know_positions(min(MIN_POSITIONS, table.row_length))
 
-    def choose(self, spans: list[Span]) -> list[int]:
-        """Compute the spans, and return the likeliest token after each that wants one. The table gets them, too."""
-        self._run(spans, self._chosen_address)
-        chosen: list[int] = self._chosen[: _num_wanted(spans)].tolist()
+    def choose(self, spans: list[Span], adapters: LoraStep | None = None) -> list[int]:
+        """Compute the spans, and return the likeliest token after each of the last tokens of a span.
+
+        A span says of how many. The table gets the likeliest tokens, too. `adapters` are those of the spans' tokens.
+        """
+        self._run(spans, adapters, self._chosen_address)
+        chosen: list[int] = self._chosen[: _num_chosen(spans)].tolist()
         return chosen
 
-    def logits(self, spans: list[Span]) -> Tensor:
-        """Compute the spans, and return logits [number of those that want a token, vocab_size] in float32."""
-        self._run(spans, None)
-        return self._logits[: _num_wanted(spans)].to(torch.float32, copy=True)
+    def logits(self, spans: list[Span], adapters: LoraStep | None = None) -> Tensor:
+        """Do the same, but return logits [number of tokens to choose, vocab_size] in float32, and choose none."""
+        self._run(spans, adapters, None)
+        return self._logits[: _num_chosen(spans)].to(torch.float32, copy=True)
 
-    def _run(self, spans: list[Span], chosen_address: int | None) -> None:
+    def _run(self, spans: list[Span], adapters: LoraStep | None, chosen_address: int | None) -> None:
         self._know_positions(max([stop for _, _, stop, _ in spans]))
         self._spans[: len(spans)] = spans
-        self._compute_step(*self._step, len(spans), chosen_address)
+        adapters_address = None if adapters is None else adapters.address
+        self._compute_step(*self._addresses, adapters_address, self._spans_address, len(spans), chosen_address)
 
     def continue_greedily(self, spans: list[Span]) -> list[list[int]]:
-        """Compute the spans, and return as many likeliest tokens after each as it asks for.
+        """Compute the spans, and choose tokens after each, one after the other: always the likeliest.
 
-        Spans are in descending order of their numbers of drafts. All drafts but the last have keys and values then.
+        Spans are in descending order of their numbers of tokens. All of these but the last have keys and values then.
         """
-        numbers = [num_drafts for *_, num_drafts in spans]
-        self._know_positions(max([stop + num_drafts for _, _, stop, num_drafts in spans]))
+        numbers = [num_chosen for *_, num_chosen in spans]
+        self._know_positions(max([stop + num_chosen for _, _, stop, num_chosen in spans]))
         self._spans[: len(spans)] = spans
         drafts = np.empty((len(spans), max(1, numbers[0])), dtype=np.int64)
-        self._continue(*self._step, len(spans), drafts.ctypes.data, drafts.shape[1])
+        self._continue(*self._addresses, self._spans_address, len(spans), drafts.ctypes.data, drafts.shape[1])
         return [row[:number] for row, number in zip(drafts.tolist(), numbers, strict=True)]
 
     def _know_positions(self, num_positions: int) -> None:
@@ -162,5 +168,5 @@ class CpuLanguageModel:
         self._model.all_cosines, self._model.all_sines = (each.data_ptr() for each in self._rotation)
 
 
-def _num_wanted(spans: list[Span]) -> int:
-    return sum([num_tokens > 0 for *_, num_tokens in spans])
+def _num_chosen(spans: list[Span]) -> int:
+    return sum([num_chosen for *_, num_chosen in spans])

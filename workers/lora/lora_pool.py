@@ -208,12 +208,12 @@ class LoraPool:
         mask = None
         if self.device.type != "cpu":
             mask = self.mask(*to_device([places], self.device))
-        with self._during(self._make_step(places, mask)):
+        with self._during(self.make_step(places, mask)):
             yield
 
     def masked(self, mask: Tensor) -> contextlib.AbstractContextManager[None]:
         """Compute with a mask at a fixed address, as a CUDA graph does."""
-        return self._during(self._make_step(np.zeros(len(mask), dtype=np.int64), mask))
+        return self._during(self.make_step(np.zeros(len(mask), dtype=np.int64), mask))
 
     @contextlib.contextmanager
     def selecting(self, indices: Tensor) -> Iterator[None]:
@@ -223,10 +223,11 @@ class LoraPool:
             return
         mask = None if self.step.mask is None else self.step.mask[indices]
         places = self.step.places[indices.numpy()] if mask is None else np.zeros(len(indices), dtype=np.int64)
-        with self._during(self._make_step(places, mask)):
+        with self._during(self.make_step(places, mask)):
             yield
 
-    def _make_step(self, places: Places, mask: Tensor | None) -> LoraStep:
+    def make_step(self, places: Places, mask: Tensor | None = None) -> LoraStep:
+        """Return what a step needs to compute with the adapters in these places of its rows. Without a mask: for C."""
         return LoraStep(places, rank_in_c(self.max_rank), self._max_parts, self.dtype, mask)
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
@@ -91,6 +92,7 @@ log = logging.getLogger("servekit.worker")
 ROUNDED_TOLERANCE = 0.15
 ROUNDED_TOKENS = 24
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: ROUNDED_TOLERANCE, torch.float16: ROUNDED_TOLERANCE}
+Indices = NDArray[np.int64]
 KV_CACHE_REMEDY = "lower --kv-cache-memory-bytes or --num-kv-blocks"
 
 
@@ -154,6 +156,17 @@ class CompleteOutputs:
     def read(self) -> StepResult:
         """Return the result, without its time, with a token for each sampled row."""
         return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The LoRA adapters of a step's chunks."""
+
+    places: Indices | None  # [num_chunks] in memory, or NO_ADAPTER; None if no chunk has one
+    failures: dict[int, str]  # by slot: the reason why its adapter cannot be used
+
+
+NO_ADAPTERS = Adapters(None, {})
 
 
 class ModelRunner:
@@ -308,11 +321,11 @@ class ModelRunner:
 
         return Pending(end.is_complete, finish)
 
-    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, Batch | None]:
+    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, Batch | Adapters]:
         """Apply what the plan changes before anything is computed. Raises OutOfMemory.
 
-        Returns the plan that is executed, which names the drafts with speculation, and its inputs; None if C reads them
-        from the table.
+        Returns the plan that is executed, which names the drafts with speculation, and its inputs. If C reads them from
+        the table, they are only its adapters.
         """
         try:
             return self._apply(plan)
@@ -320,7 +333,7 @@ class ModelRunner:
             raise OutOfMemory(f"the inputs of a step of {plan.num_tokens} tokens do not fit: {error}") from None
 
     @raises_out_of_memory
-    def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch | None]:
+    def _apply(self, plan: StepPlan) -> tuple[StepPlan, Batch | Adapters]:
         if self.connector is not None:
             if self.loaded.lora is not None and self.loaded.lora.has_failed:
                 self.connector.stop_writing()
@@ -332,17 +345,13 @@ class ModelRunner:
         if self._speculator is not None:
             plan = self._speculator.resolve(plan)
         self.table.update(plan)
-        return plan, None if self._is_one_call(plan) else self._make_batch(plan)
+        return plan, self._find_adapters(plan) if self._is_one_call(plan) else self._make_batch(plan)
 
     def _is_one_call(self, plan: StepPlan) -> bool:
         """Return whether C computes the step from the table's tokens to logits."""
-        if self._in_c is None or self._speculator is not None or plan.num_tokens > self._in_c.max_tokens:
+        if self._in_c is None or self.needs_hidden_states or plan.num_tokens > self._in_c.max_tokens:
             return False
-        table = self.table
-        return all(
-            table.slot_assignments[chunk.slot].adapter is None and table.prompt_logprobs_chunk(0, 0, chunk) is None
-            for chunk in plan.chunks
-        )
+        return all(self.table.prompt_logprobs_chunk(0, 0, chunk) is None for chunk in plan.chunks)
 
     @raises_out_of_memory
     def _send(self, plan: StepPlan) -> TransferReport | None:
@@ -358,13 +367,21 @@ class ModelRunner:
 
     def _make_batch(self, plan: StepPlan) -> Batch:
         """Lay the step out flat, and bring the adapters that it needs into memory."""
-        batch, pool = lay_out(plan, self.table), self.loaded.lora
+        batch, adapters = lay_out(plan, self.table), self._find_adapters(plan)
+        if adapters.places is not None:
+            batch.adapter_places = adapters.places.repeat(batch.attention.num_queries)
+        batch.adapter_failures = adapters.failures
+        return batch
+
+    def _find_adapters(self, plan: StepPlan) -> Adapters:
+        """Bring the adapters that the step needs into memory, and return where they are."""
+        pool, slots = self.loaded.lora, [chunk.slot for chunk in plan.chunks]
         if pool is None:
-            return batch
-        adapters = [self.table.slot_assignments[slot].adapter for slot in batch.slots.tolist()]
+            return NO_ADAPTERS
+        adapters = [self.table.slot_assignments[slot].adapter for slot in slots]
         needed = {adapter for adapter in adapters if adapter is not None}
         if not needed:
-            return batch
+            return NO_ADAPTERS
         places: dict[LoraAdapter | None, int] = {None: NO_ADAPTER}
         failures: dict[LoraAdapter | None, str] = {}
         for adapter in sorted(needed, key=lambda adapter: adapter.number):  # ranks read them in the same order
@@ -373,14 +390,11 @@ class ModelRunner:
             except ConfigError as error:
                 log.debug("adapter %s: %s", adapter.path, error.message)  # the pool has logged it once
                 places[adapter], failures[adapter] = NO_ADAPTER, "the adapter cannot be read any more; load it again"
-        of_chunks = np.array([places[adapter] for adapter in adapters])
-        batch.adapter_places = of_chunks.repeat(batch.attention.num_queries)
-        batch.adapter_failures = {
-            slot: failures[adapter]
-            for slot, adapter in zip(batch.slots.tolist(), adapters, strict=True)
-            if adapter in failures
-        }
-        return batch
+        of_slots = zip(slots, adapters, strict=True)
+        return Adapters(
+            np.array([places[adapter] for adapter in adapters]),
+            {slot: failures[adapter] for slot, adapter in of_slots if adapter in failures},
+        )
 
     @torch.inference_mode()
     def load_adapter(self, adapter: LoraAdapter) -> AdapterLoaded:
@@ -398,11 +412,11 @@ class ModelRunner:
         keys = [] if self.connector is None else self.connector.keys()
         return BlocksListed(tuple(keys[start : start + MAX_LISTED_KEYS]))
 
-    def _execute_within_memory(self, plan: StepPlan, batch: Batch | None) -> StepOutputs | CompleteOutputs:
+    def _execute_within_memory(self, plan: StepPlan, inputs: Batch | Adapters) -> StepOutputs | CompleteOutputs:
         """Execute the step at once; if memory does not hold it, in parts of half as many tokens, and so on."""
         max_tokens = plan.num_tokens
         try:
-            return self._execute(plan, batch)
+            return self._execute(plan, inputs)
         except OutOfMemory as error:
             # The other ranks wait for this one, and cannot be interrupted: the server ends all of them.
             if self.loaded.ranks is not None:
@@ -433,10 +447,19 @@ class ModelRunner:
         return CompleteOutputs(merge_results(results))
 
     @raises_out_of_memory
-    def _execute(self, plan: StepPlan, batch: Batch | None) -> StepOutputs | CompleteOutputs:
-        """Launch the forward pass and the choice of tokens."""
-        if batch is None:
-            return self._execute_in_one_call(plan)
+    def _execute(self, plan: StepPlan, inputs: Batch | Adapters) -> StepOutputs | CompleteOutputs:
+        """Launch the forward pass and the choice of tokens, and what a drafter computes of the step's prompts."""
+        outputs: StepOutputs | CompleteOutputs
+        if isinstance(inputs, Batch):
+            outputs = self._execute_batch(plan, inputs)
+        else:
+            outputs = self._execute_in_one_call(plan, inputs)
+        if self._speculator is not None:
+            self._speculator.compute_prompts()
+        return outputs
+
+    def _execute_batch(self, plan: StepPlan, batch: Batch) -> StepOutputs:
+        """Execute a step that is laid out flat."""
         if self._stage is not None and not self._stage.is_last:
             self._forward(batch, batch.logits_indices)
             if self._stage.is_first:
@@ -447,25 +470,32 @@ class ModelRunner:
         sampled = None
         if batch.sampling:
             sampled = self._choose(raw_logits, batch.sampling, batch.sampled_cells, grammars, batch.adapter_failures)
-        if self._speculator is not None:
-            self._speculator.observe(batch, self._taken_hidden_states(batch))
+        if self._hidden_states is not None and self.drafter is not None:
+            self.drafter.observe(batch, self._taken_hidden_states(batch))
         return StepOutputs(plan, sampled, of_prompts)
 
-    def _execute_in_one_call(self, plan: StepPlan) -> StepOutputs | CompleteOutputs:
-        """Do the same for a step that `_is_one_call`: C computes it, and chooses tokens where all rows are greedy."""
+    def _execute_in_one_call(self, plan: StepPlan, adapters: Adapters) -> StepOutputs | CompleteOutputs:
+        """Execute a step that `_is_one_call`: C computes it, and chooses tokens where all rows are greedy."""
         assert self._in_c is not None
-        table, chosen = self.table, [chunk for chunk in plan.chunks if chunk.samples]
-        spans = [(chunk.slot, chunk.start, chunk.start + chunk.num_tokens, int(chunk.samples)) for chunk in plan.chunks]
-        if all(table.takes_likeliest[chunk.slot] for chunk in chosen):
+        table, sampling = self.table, [chunk for chunk in plan.chunks if chunk.samples]
+        spans = [
+            (chunk.slot, chunk.start, chunk.start + chunk.num_tokens, 1 + chunk.num_drafts if chunk.samples else 0)
+            for chunk in plan.chunks
+        ]
+        lora_step = None
+        if adapters.places is not None and self.loaded.lora is not None:
+            num_tokens = [chunk.num_tokens for chunk in plan.chunks]
+            lora_step = self.loaded.lora.make_step(adapters.places.repeat(num_tokens))
+        if not adapters.failures and all(table.takes_likeliest[chunk.slot] for chunk in sampling):
             with _named_in_profile("the model, one call into C"):
-                token_ids = self._in_c.choose(spans)
+                token_ids = self._in_c.choose(spans, lora_step)
             return CompleteOutputs(StepResult(plan.epoch, plan.step_id, tuple(token_ids), step_time_s=0.0))
-        rows = [table.sampling_row(chunk) for chunk in chosen]
+        rows = [table.sampling_row(chunk, behind) for chunk in sampling for behind in range(chunk.num_drafts, -1, -1)]
         grammars = self.grammars.begin(rows, table)
         cells = torch.tensor([row.slot * table.row_length + row.position for row in rows])
         with _named_in_profile("the model, one call into C"):
-            logits = self._in_c.logits(spans)
-        return StepOutputs(plan, self._choose(logits, rows, cells, grammars, {}), None)
+            logits = self._in_c.logits(spans, lora_step)
+        return StepOutputs(plan, self._choose(logits, rows, cells, grammars, adapters.failures), None)
 
     def _choose(
         self,
@@ -506,11 +536,10 @@ class ModelRunner:
             deferred = tuple(i for i in deferred if i not in merged)
         return SampledTokens(to_host(token_ids), logprobs, failures, deferred)
 
-    def _taken_hidden_states(self, batch: Batch) -> Tensor | None:
+    def _taken_hidden_states(self, batch: Batch) -> Tensor:
         """Return the hidden states of the newest forward pass that the drafter reads."""
-        wanted = None if self._speculator is None else self._speculator.drafter.hidden_states
-        if self._hidden_states is None or wanted is None:
-            return None
+        wanted = None if self.drafter is None else self.drafter.hidden_states
+        assert self._hidden_states is not None and wanted is not None
         states = self._hidden_states.take()
         return states if wanted.of_all_tokens else states[batch.logits_indices]
 

@@ -30,7 +30,7 @@ from servekit.protocol.cpu_dtype import multiplies_bfloat16
 from servekit.protocol.messages import LoadModel, ScheduledChunk, StepPlan
 from workers.attention.interface import AttentionBackend, AttentionMetadata, PagedStep, Rotation
 from workers.attention.selector import choose_attention
-from workers.batch import Batch, make_batch
+from workers.batch import make_batch
 from workers.device.memory import allocation_refused_as
 from workers.device.transfer import to_device
 from workers.kv_cache.pages import KVCache, bytes_per_block
@@ -286,7 +286,7 @@ class DraftModelDrafter(Drafter):
         if computed != self._num_computed[slot]:
             self._set_computed(slot, computed)
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+    def compute_prompts(self) -> None:
         prompts, self._prompts = self._prompts, []
         spans, num_left = [], MAX_CATCH_UP_TOKENS
         for slot, start, end in prompts:

@@ -92,18 +92,18 @@ class Drafter:
 
     The order is: `begin`; `commit` for each sequence of which more became known; `prepare` and `propose`, if a sequence
     wants drafts;
-    then the model's forward pass and the choice of tokens; `observe`. On a GPU the host knows the chosen tokens later:
+    then the model's forward pass and the choice of tokens; `observe`, if the drafter reads hidden states; and
+    `compute_prompts`. On a GPU the host knows the chosen tokens later:
     `commit` comes before the next `propose` for the sequence, and there may be several steps between.
 
     Subclasses override what they need; the other methods do nothing.
     """
 
-    # Which hidden states `observe` gets. Steps are not CUDA graphs then, because a graph does not keep them.
+    # Which hidden states `observe` gets; None: it is not called. Otherwise a step is neither a CUDA graph nor one call
+    # into C, because these do not keep them.
     hidden_states: HiddenStates | None = None
     # Whether all ranks of a tensor-parallel group propose the same drafts by themselves. If not, they use rank 0's.
     is_same_on_all_ranks: bool = False
-    # Whether `observe` computes the same in each step, also while no drafts are wanted. Then its time is the model's.
-    observes_every_step: bool = False
 
     def begin(self, plan: StepPlan) -> None:
         """Prepare for a step. The plan is the manager's: it names slots that are assigned anew, and blocks to copy.
@@ -130,11 +130,17 @@ class Drafter:
         """
         return [()] * len(requests)
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+    def observe(self, batch: Batch, hidden_states: Tensor) -> None:
         """Read what the model has computed: the batch with its drafts, when the chosen tokens are in the token table.
 
         The batch names the slot, position and blocks of each token, so a drafter with keys and values of its own can
         compute them here for the same tokens. Some tokens are drafts that the model rejects: their positions are
         computed again by a later step, before anything reads them. If a step is computed in parts, because it does not
-        fit into memory, this is called for each part, and for some parts twice.
+        fit into memory, this is called for each part, and for some parts twice. Its time counts as the model's.
+        """
+
+    def compute_prompts(self) -> None:
+        """Compute what the drafter needs of the prompts in this step's chunks, at the end of the step.
+
+        If a step is computed in parts, this is called after each part. This time does not count as time of drafts.
         """

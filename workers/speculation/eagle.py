@@ -80,8 +80,6 @@ class LoadedHead:
 class EagleDrafter(Drafter):
     """Drafts a chain of tokens for each sequence with a head."""
 
-    observes_every_step = True
-
     def __init__(self, loaded_head: LoadedHead, target: Target) -> None:
         """Allocate the head's keys and values, one layer's. Raises ConfigError if they do not fit into memory."""
         self._head = head = loaded_head.head
@@ -116,9 +114,8 @@ class EagleDrafter(Drafter):
         for assignment in plan.slot_assignments:
             self._last_returned[assignment.slot] = self._waiting_position[assignment.slot] = NO_POSITION
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+    def observe(self, batch: Batch, hidden_states: Tensor) -> None:
         """Compute the head for each token of the step. After a rejected draft, the next step computes it again."""
-        assert hidden_states is not None
         slots, metadata = batch.slots, batch.attention
         begins = metadata.num_keys - metadata.num_queries
         self._compute_waiting(slots, begins)

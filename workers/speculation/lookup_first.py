@@ -88,7 +88,6 @@ class LookupFirstDrafter(Drafter):
         self.other = other
         self.hidden_states = other.hidden_states
         self.is_same_on_all_ranks = other.is_same_on_all_ranks
-        self.observes_every_step = other.observes_every_step
         self._lookup = NgramDrafter()
         self._asked = _Asked()
         self._progress: dict[int, _Progress] = {}  # by slot
@@ -141,5 +140,8 @@ class LookupFirstDrafter(Drafter):
             drafts.append(of_other or found)
         return drafts
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
+    def observe(self, batch: Batch, hidden_states: Tensor) -> None:
         self.other.observe(batch, hidden_states)
+
+    def compute_prompts(self) -> None:
+        self.other.compute_prompts()

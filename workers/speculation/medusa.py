@@ -79,7 +79,6 @@ class MedusaDrafter(Drafter):
     """Keeps the hidden states of each slot's last step, and applies the heads to the newest token's."""
 
     hidden_states = HiddenStates()
-    observes_every_step = True
 
     def __init__(self, heads: MedusaHeads, num_slots: int) -> None:
         """Reserve the rows of all slots, so that the memory is bounded."""
@@ -112,8 +111,7 @@ class MedusaDrafter(Drafter):
             drafts[place] = tuple(tokens[: requests[place].max_drafts])
         return drafts
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        assert hidden_states is not None
+    def observe(self, batch: Batch, hidden_states: Tensor) -> None:
         firsts: dict[int, int] = {}
         rows, cells = [], []
         for index, sampled in enumerate(batch.sampling):

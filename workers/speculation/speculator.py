@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from servekit.protocol.messages import ScheduledChunk, SlotAssignment, StepPlan, StepResult
-from workers.batch import Batch, SlotTable
+from workers.batch import SlotTable
 from workers.parallel.rank_group import RankGroup
 from workers.sampling.structured_output import GrammarMasks
 from workers.speculation.acceptance import accept_drafts, drafts_of
@@ -221,13 +220,10 @@ class Speculator:
 
     # -- after its launch ---------------------------------------------------------------------------------------------
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        """Show the drafter what the model has computed. A step that is executed in parts calls this for each part."""
-        if self.drafter.observes_every_step:
-            self.drafter.observe(batch, hidden_states)
-            return
+    def compute_prompts(self) -> None:
+        """Let the drafter compute what it needs of the step's prompts, and note how long it took."""
         began_s = time.monotonic()
-        self.drafter.observe(batch, hidden_states)
+        self.drafter.compute_prompts()
         self.draft_prompt_time_s += time.monotonic() - began_s
 
     def launched(self, plan: StepPlan, read: Callable[[], StepResult], invalid_rows: Collection[int]) -> LaunchedStep:

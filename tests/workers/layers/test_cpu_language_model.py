@@ -10,9 +10,11 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
+from servekit.protocol.lora import LoraAdapter
 from servekit.protocol.messages import SlotAssignment
 from servekit.protocol.sampling_params import SamplingParams
 from tests.support.inprocess import InProcessEngine
+from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_model
 from tests.workers.test_token_identity import make_prompts
 from workers.batch import takes_likeliest
@@ -22,6 +24,8 @@ from workers.layers.linear import can_pack
 from workers.layers.skinny_gemm import SkinnyGemm, SkinnyGemmWeight
 from workers.loading.decoder_output import has_plain_head
 from workers.loading.model_manager import LoadedModel, ModelManager
+from workers.lora.lora_step import LoraStep
+from workers.speculation.drafter import Drafter, DraftRequest
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}  # multiples of 32, as in real models
 IN_ONE_CALL = [
@@ -46,14 +50,14 @@ MATTERING: dict[
 }
 
 
-def load(path: Path, name: str, dtype: str, **changes: Any) -> LoadedModel:
+def load(path: Path, name: str, dtype: str, max_loras: int = 0, **changes: Any) -> LoadedModel:
     library = c_library(dtype) if can_pack(getattr(torch, dtype)) else None
     weight = torch.randn(64, 64).to(getattr(torch, dtype))
     if library is None or not isinstance(SkinnyGemm(library).make_weight(weight, None), SkinnyGemmWeight):
         pytest.skip("this processor lacks the instructions, or oneDNN has a layout that the C code cannot read")
     model_type, sizes = ARCHITECTURES[name]
     make_model(path, model_type, {**sizes, **SIZES, **changes})
-    return ModelManager("cpu").load(path, dtype, None)
+    return ModelManager("cpu").load(path, dtype, None, max_loras=max_loras, max_lora_rank=16)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -122,10 +126,112 @@ def test_tokens_are_those_of_steps_that_are_laid_out(
     assert calls["choose"] > 20 and calls["logits"] > 8
 
 
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_drafts_are_verified_in_the_same_call(
+    max_steps_in_flight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy rows and of others, by a drafter that is right half of the time."""
+    loaded = load(tmp_path, "llama", "float32")
+    calls = {"choose": 0, "logits": 0}
+    for name in calls:
+        monkeypatch.setattr(CpuLanguageModel, name, _counted(getattr(CpuLanguageModel, name), name, calls))
+
+    def served(drafter: Drafter | None, others: dict[str, Any]) -> list[Any]:
+        engine = InProcessEngine(
+            loaded,
+            num_blocks=48,
+            max_steps_in_flight=max_steps_in_flight,
+            max_drafts=3 if drafter is not None else 0,
+            drafter=drafter,
+        )
+        if drafter is None:
+            engine.runner._in_c = None
+        prompts = make_prompts(VOCAB_SIZE)
+        added = [engine.add(prompt, max_tokens=24, ignore_eos=True, **others) for prompt in prompts]
+        engine.run()
+        lengths = engine.manager.draft_lengths
+        assert drafter is None or sum(lengths.num_drafted) > sum(lengths.num_accepted) > 8
+        return [(each.output_token_ids, engine.logprobs[each.sequence_id]) for each in added]
+
+    for others in ({}, {"temperature": 0.7, "seed": 3}, {"logprobs": 1, "repetition_penalty": 1.2}):
+        expected = served(None, others)
+        before = dict(calls)
+        known = [prompt + tokens for prompt, (tokens, _) in zip(make_prompts(VOCAB_SIZE), expected, strict=True)]
+        found = served(HalfRight(known), others)
+        for (tokens, logprobs), (of_other, logprobs_of_other) in zip(found, expected, strict=True):
+            assert tokens == of_other
+            assert [each and each.logprob for each in logprobs] == pytest.approx(
+                [each and each.logprob for each in logprobs_of_other], abs=1e-4
+            )
+        name = "logits" if others else "choose"
+        assert calls[name] > before[name] + 8
+
+
+class HalfRight(Drafter):
+    """Drafts the tokens that come, and now and then another one."""
+
+    def __init__(self, known: list[list[int]]) -> None:
+        self._known, self._tokens, self._num_requests = known, dict[int, list[int]](), 0
+
+    def commit(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
+        tokens = self._tokens.setdefault(slot, [])
+        tokens[start:] = token_ids
+
+    def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
+        return [self._drafts(request) for request in requests]
+
+    def _drafts(self, request: DraftRequest) -> tuple[int, ...]:
+        tokens = self._tokens[request.slot][: request.num_tokens]
+        known = next(each for each in self._known if each[: len(tokens)] == tokens)
+        drafts = known[request.num_tokens : request.num_tokens + request.max_drafts]
+        self._num_requests += 1
+        if self._num_requests % 2 and drafts:
+            drafts[-1] = (drafts[-1] + 1) % VOCAB_SIZE
+        return tuple(drafts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_take_part_in_the_call(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence has another adapter, or none, and one has an adapter that cannot be read any more."""
+    make_model(tmp_path / "model", ARCHITECTURES["llama"][0], {**ARCHITECTURES["llama"][1], **SIZES})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model", "llama", dtype, max_loras=4)
+    assert loaded.lora is not None
+    adapters: list[LoraAdapter | None] = [None]
+    for number in (1, 2, 3):
+        make_adapter(tmp_path / str(number), base, number)
+        adapter = LoraAdapter(number, str(tmp_path / str(number)))
+        adapters.append(replace(adapter, fingerprint=loaded.lora.load(adapter)[0]))
+    changed = LoraAdapter(9, str(tmp_path / "1"), "other files")
+    calls = {"choose": 0, "logits": 0}
+    for name in calls:
+        monkeypatch.setattr(CpuLanguageModel, name, _counted(getattr(CpuLanguageModel, name), name, calls))
+
+    def served(in_one_call: bool) -> list[Any]:
+        engine = InProcessEngine(loaded, num_blocks=48)
+        if not in_one_call:
+            engine.runner._in_c = None
+        prompts = [prompt[:3] for prompt in make_prompts(VOCAB_SIZE)[1:6]]
+        added = [
+            engine.add(prompt, adapter=adapter, max_tokens=8, ignore_eos=True, logprobs=logprobs)
+            for logprobs in (None, 2)
+            for prompt, adapter in zip(prompts, [*adapters, changed], strict=True)
+        ]
+        engine.run()
+        return [(each.output_token_ids, each.finish_reason, engine.logprobs[each.sequence_id]) for each in added]
+
+    expected = served(in_one_call=False)
+    assert calls == {"choose": 0, "logits": 0} and expected[4][:2] == ([], "error")
+    assert served(in_one_call=True) == expected
+    assert calls["logits"] > 7
+    of_adapters = {tuple(tokens) for tokens, *_ in expected}
+    assert len(of_adapters) == 5, "the adapters were meant to differ"
+
+
 def _counted(function: Any, name: str, calls: dict[str, int]) -> Any:
-    def call(self: CpuLanguageModel, spans: list[Span]) -> Any:
+    def call(self: CpuLanguageModel, spans: list[Span], adapters: LoraStep | None) -> Any:
         calls[name] += 1
-        return function(self, spans)
+        return function(self, spans, adapters)
 
     return call
 

@@ -33,8 +33,7 @@ class Observer(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[tuple[int, ...]]:
         return [()] * len(requests)
 
-    def observe(self, batch: Batch, hidden_states: Tensor | None) -> None:
-        assert hidden_states is not None
+    def observe(self, batch: Batch, hidden_states: Tensor) -> None:
         self.seen.append(hidden_states)
 
 

@@ -268,8 +268,8 @@ class StateReader(WatchingDrafter):
         self._head: Any = loaded.model.get_output_embeddings()
         self._newest: dict[tuple[int, int], int] = {}  # by slot and position: the token that its state predicts
 
-    def observe(self, batch: Batch, hidden_states: torch.Tensor | None) -> None:
-        assert hidden_states is not None and self.hidden_states is not None
+    def observe(self, batch: Batch, hidden_states: torch.Tensor) -> None:
+        assert self.hidden_states is not None
         num_rows = len(batch.input_ids) if self.hidden_states.of_all_tokens else len(batch.sampling)
         assert len(hidden_states) == num_rows
         rows = hidden_states[batch.logits_indices] if self.hidden_states.of_all_tokens else hidden_states
