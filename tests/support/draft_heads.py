@@ -118,6 +118,19 @@ def make_eagle3_head(
     return tensors
 
 
+def make_medusa_heads(directory: Path, target: Any, *, scale: float = 0.3, seed: int = 3) -> None:
+    """Write heads of one residual block each for a model of the configuration `target`, whose output head they use.
+
+    With the scale 0 they change nothing: each of them guesses the token that the model has just chosen.
+    """
+    torch.manual_seed(seed)
+    size = target.hidden_size
+    tensors = {f"{head}.0.linear.weight": torch.randn(size, size) * scale for head in range(MAX_DRAFTS)}
+    tensors |= {f"{head}.0.linear.bias": torch.randn(size) * scale for head in range(MAX_DRAFTS)}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "medusa_lm_head.safetensors")
+
+
 def add_mtp_layer(directory: Path, seed: int = 0) -> dict[str, Tensor]:
     """Add a MTP layer to the checkpoint of a mixture of experts, and return its tensors by their names there.
 

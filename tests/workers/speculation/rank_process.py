@@ -19,10 +19,11 @@ from workers.speculation.drafter import DraftRequest
 
 
 class Answered(msgspec.Struct):
-    """What a rank answered, and the drafts that it made by itself."""
+    """What a rank answered, the drafts that it made by itself, and how many were accepted."""
 
     answers: list[list[int]]
     drafts: list[list[int]]
+    num_accepted: int
 
 
 def answer(engine: InProcessEngine) -> Answered:
@@ -42,7 +43,8 @@ def answer(engine: InProcessEngine) -> Answered:
     prompts = make_prompts(VOCAB_SIZE)
     sequences = [engine.add(prompt, temperature=0.7 * (i % 2), **sampling) for i, prompt in enumerate(prompts)]
     engine.run()
-    return Answered([list(sequence.output_token_ids) for sequence in sequences], drafts)
+    answers = [list(sequence.output_token_ids) for sequence in sequences]
+    return Answered(answers, drafts, sum(engine.manager.draft_lengths.num_accepted))
 
 
 def run_rank(rank: int, folder: str, method: str, model: str, head: str) -> None:

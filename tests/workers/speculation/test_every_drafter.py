@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from servekit.engine.model_files import DEMO_MODEL_PATH
 from servekit.protocol.speculative_config import SpeculativeConfig
-from tests.support.draft_heads import EAGLE_LAYERS, MTP_MODELS, add_mtp_layer, make_eagle3_head
+from tests.support.draft_heads import EAGLE_LAYERS, MTP_MODELS, add_mtp_layer, make_eagle3_head, make_medusa_heads
 from tests.support.inprocess import InProcessEngine, load
 from tests.support.load_settings import load_settings
 from tests.support.tiny_models import _LLAMA_LIKE, ARCHITECTURES, make_model
@@ -49,11 +47,7 @@ def rounded_model(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
 def medusa_heads(loaded: LoadedModel, folder: Path) -> SpeculativeConfig:
     if loaded.model.name_or_path == str(DEMO_MODEL_PATH):
         return SpeculativeConfig("medusa", "", MAX_DRAFTS)
-    torch.manual_seed(3)
-    size = loaded.model.config.get_text_config().hidden_size
-    tensors = {f"{head}.0.linear.weight": torch.randn(size, size) * 0.3 for head in range(MAX_DRAFTS)}
-    tensors |= {f"{head}.0.linear.bias": torch.randn(size) * 0.3 for head in range(MAX_DRAFTS)}
-    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    make_medusa_heads(folder, loaded.model.config.get_text_config())
     return SpeculativeConfig("medusa", str(folder), MAX_DRAFTS)
 
 
