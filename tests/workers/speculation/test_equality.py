@@ -165,6 +165,36 @@ def test_steps_that_are_launched_ahead_give_the_same(drafter: str) -> None:
     assert_alike(play(speculating("llama", drafter, SIZES[2], EngineAhead)), expected("llama"))
 
 
+class LosingEngine(InProcessEngine):
+    """Loses its worker twice. Sequences that were in flight have no drafts from then on; those that come later have."""
+
+    make_drafter: Callable[[], Drafter]
+
+    def step(self) -> None:
+        super().step()
+        if self.num_steps in (5, 19):
+            self.lose_worker()
+            self.runner.speculate(self.make_drafter())
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_workers_that_are_lost_change_nothing(drafter: str) -> None:
+    engine = speculating("llama", drafter, SIZES[2], LosingEngine)
+    assert isinstance(engine, LosingEngine)
+    num_drafted = 0
+
+    def count() -> Drafter:
+        nonlocal num_drafted
+        num_drafted = sum(engine.manager.draft_lengths.num_drafted)
+        return DRAFTERS[drafter](texts(expected("llama")))
+
+    engine.make_drafter = count
+    assert_alike(play(engine), expected("llama"))
+    assert engine.manager.epoch == 2
+    assert num_drafted < sum(engine.manager.draft_lengths.num_drafted), "the third worker drafts, too"
+    assert num_drafted or drafter == "ngram", "which finds nothing in the first tokens"
+
+
 def test_a_launch_waits_for_the_steps_before_it_only_if_it_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     num_waits = 0
     settle_all = Speculator._settle_all
@@ -227,7 +257,7 @@ def test_drafter_knows_prompts_that_are_in_the_prefix_cache() -> None:
     assert engine.manager.num_cached_tokens > 0 and drafter.num_requests > 0
 
 
-@pytest.mark.parametrize("drafter", ["right", "half right", "random"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_forks_give_the_tokens_without_drafts(drafter: str) -> None:
     loaded, prompt = prepared("llama")[0], make_prompts(VOCAB_SIZE)[1]
 
