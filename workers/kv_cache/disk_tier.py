@@ -3,7 +3,7 @@
 A file begins with a header: the format, the identity of the model, the block's key, and a checksum. The identity covers
 everything that a block's bytes depend on. If a header does not match, the file is deleted, and the block is computed
 again. The checksum detects damage, but not changes on purpose: a user who may write to the folder can change answers.
-So the folder is private.
+So the folder is private. It is XXH3, of 64 bits: CRC-32 took longer than to copy the file from the kernel's memory.
 
 Files are written by a thread, without waiting for the disk: a file that a power failure cuts off does not pass the
 check. If the disk is slower than what is stored, blocks are left out.
@@ -20,14 +20,14 @@ import stat
 import struct
 import threading
 import time
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from servekit.errors import ConfigError
@@ -37,13 +37,14 @@ log = logging.getLogger("servekit.worker")
 Bytes = NDArray[np.uint8]
 
 KEY_BYTES = 16
-FORMAT = 1  # version of the files and of the pages' layout; files of another version are not read
-_HEADER = struct.Struct(f"=4sI16s{KEY_BYTES}sII")  # magic, format, model, key, bytes of the block, checksum
+FORMAT = 2  # version of the files and of the pages' layout; files of another version are not read
+_HEADER = struct.Struct(f"=4sI16s{KEY_BYTES}sIQ")  # magic, format, model, key, bytes of the block, checksum
 _MAGIC = b"sKVb"
 _SUFFIX, _UNFINISHED = ".block", ".unfinished"
 MAX_UNWRITTEN_BYTES = 2**28  # bytes that wait for the disk
 MAX_WORKERS = 64  # workers that share a folder
-NUM_READERS = 4  # threads; one waits for the disk while another computes a checksum
+NUM_READERS = 4  # threads that help to read; one waits for the disk while another computes a checksum
+USE_AT_ONCE = 8  # blocks that were read; for a GPU, copies of single ones would be many
 UNUSED_S = 30 * 24 * 3600  # after which blocks of other models, of other settings and of other workers are deleted
 NUM_PREFETCHERS = 2  # threads, so that reads that a step waits for never wait for those ahead of need
 MAX_PREFETCHED_BYTES = 2**28  # bytes that were read and not used yet
@@ -86,6 +87,8 @@ class DiskTier:
         self._max_prefetched = max(1, MAX_PREFETCHED_BYTES // self._file_bytes)
         # (when it began, the reading), the oldest first
         self._prefetched: OrderedDict[bytes, tuple[float, Future[Bytes | None]]] = OrderedDict()
+        # Memory that has been written to, for what is read ahead: to get new pages takes longer than to read a file.
+        self._spare: list[Bytes] = []
         threading.Thread(target=self._write_all, daemon=True, name="kv-write").start()
 
     def __contains__(self, key: bytes) -> bool:
@@ -130,24 +133,53 @@ class DiskTier:
         """
         now_s = time.monotonic()
         while self._prefetched and next(iter(self._prefetched.values()))[0] + MAX_PREFETCHED_S <= now_s:
-            self._prefetched.popitem(last=False)[1][1].cancel()
+            reading = self._prefetched.popitem(last=False)[1][1]
+            if not reading.cancel():
+                reading.add_done_callback(self._reuse)
         for key in keys:
             if len(self._prefetched) >= self._max_prefetched:
                 return
             if key not in self._prefetched and key in self:
                 self._prefetched[key] = now_s, self._prefetchers.submit(self._read_ahead, key)
 
-    def read(self, keys: list[bytes], rows: list[Bytes]) -> list[bool]:
+    def read(
+        self, keys: list[bytes], rows: list[Bytes], use: Callable[[list[int]], None] = lambda indices: None
+    ) -> list[bool]:
         """Read blocks into memory, one row for each key. Returns which were there and undamaged.
 
-        The files of damaged ones are deleted, and anything may be in their rows.
+        `use` gets the indices of those that were, some at a time, while others are still read: so their rows are in
+        a processor's cache. It is called by this thread, which also reads: on a busy machine, it would wait long for
+        the threads that help. The files of damaged blocks are deleted, and anything may be in their rows.
         """
-        readings = [
-            self._readers.submit(self._fill, key, row, self._prefetched.pop(key, (0.0, None))[1])
-            for key, row in zip(keys, rows, strict=True)
-        ]
-        wait(readings)  # for all of them, also if one raises: then nothing writes to the rows any more
-        were_read = [reading.result() for reading in readings]
+        ahead = [self._prefetched.pop(key, (0.0, None))[1] for key in keys]
+        jobs = iter(list(enumerate(zip(keys, rows, ahead, strict=True))))  # each thread takes the next one
+        were_read = [False] * len(keys)
+        ready: list[int] = []  # indices of blocks that were read and not used yet
+
+        def fill_next(after_each: Callable[[], None] = lambda: None) -> None:
+            for index, job in jobs:
+                if self._fill(*job):
+                    were_read[index] = True
+                    ready.append(index)
+                after_each()
+
+        def use_ready(num_at_least: int = 1) -> None:
+            if len(ready) >= num_at_least:
+                indices = ready[:]
+                del ready[: len(indices)]  # others may have been appended meanwhile
+                use(indices)
+
+        helpers = [self._readers.submit(fill_next) for _ in range(min(NUM_READERS, len(keys) - 1))]
+        try:
+            fill_next(lambda: use_ready(USE_AT_ONCE))
+        finally:
+            for _ in jobs:  # if `use` has raised, no other block is read
+                pass
+            helpers = [helper for helper in helpers if not helper.cancel()]  # without those that have not begun
+            wait(helpers)  # then nothing writes to the rows any more
+        for helper in helpers:
+            helper.result()
+        use_ready()
         with self._lock:
             for key, was_read in zip(keys, were_read, strict=True):
                 if was_read and key in self._keys:
@@ -158,12 +190,25 @@ class DiskTier:
         """Read a block, unless that has begun ahead of need."""
         if ahead is not None and not ahead.cancel() and (block := ahead.result()) is not None:
             np.copyto(row, block)
+            self._spare.append(block)
             return True
         return self._read(key, row)  # also if it was not there ahead of need: it may have been written since
 
     def _read_ahead(self, key: bytes) -> Bytes | None:
-        block = np.empty(self._file_bytes - _HEADER.size, dtype=np.uint8)
-        return block if self._read(key, block) else None
+        try:
+            block = self._spare.pop()
+        except IndexError:
+            block = np.empty(self._file_bytes - _HEADER.size, dtype=np.uint8)
+        if self._read(key, block):
+            return block
+        self._spare.append(block)
+        return None
+
+    def _reuse(self, ahead: Future[Bytes | None]) -> None:
+        """Keep the memory of a block that was read ahead and is not needed."""
+        block = ahead.result()
+        if block is not None:
+            self._spare.append(block)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -205,8 +250,7 @@ class DiskTier:
         return self._folder / f"{key.hex()}{_SUFFIX}"
 
     def _header(self, key: bytes, block: bytes | memoryview) -> bytes:
-        checksum = zlib.crc32(block, zlib.crc32(key + self._model))
-        return _HEADER.pack(_MAGIC, FORMAT, self._model, key, len(block), checksum)
+        return _HEADER.pack(_MAGIC, FORMAT, self._model, key, len(block), xxhash.xxh3_64_intdigest(block))
 
     def _read(self, key: bytes, row: Bytes) -> bool:
         """Read a block into memory. Returns whether it was there and undamaged."""

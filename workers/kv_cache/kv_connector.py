@@ -13,6 +13,7 @@ the host itself reads or writes the memory, for the disk, it waits for these cop
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections import OrderedDict
@@ -33,6 +34,9 @@ MAX_KEYS = 2**16  # keys that a new worker announces; more would delay the serve
 MAX_DROPPED = 2**14  # keys in one report: a message has a bound
 BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take memory besides the buffer
 PINNING_LIMITS = (2, 304)  # cudaErrorMemoryAllocation and cudaErrorOperatingSystem: too much memory to be pinned
+# A copy in the host's memory. It keeps Python's lock: to give it up and take it again would take longer than the copy.
+_move = ctypes.PyDLL(None).memmove
+_move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 STAGED_BYTES = 16 * 2**20  # of a GPU's memory, through which copies pass; the reserve of memory_profiling.py has room
 
 
@@ -173,11 +177,14 @@ class OffloadingConnector:
             keys = [loads[index][0] for index in batch]
             rows = self._claim_rows(len(batch), dropped)
             self._copies.wait()  # the rows may be on their way to the pages, or from them
-            were_read = self._disk.read(keys, [self._memory[row] for row in rows])
+            copies = [(row, loads[index][1]) for index, row in zip(batch, rows, strict=True)]
+            were_read = self._disk.read(
+                keys,
+                [self._memory[row] for row in rows],
+                lambda some, copies=copies: self._fill_pages([copies[number] for number in some]),  # type: ignore[misc]
+            )
             self._keep([key if was_read else None for key, was_read in zip(keys, were_read, strict=True)], rows)
-            results = list(zip(batch, rows, were_read, strict=True))
-            self._fill_pages([(row, loads[index][1]) for index, row, was_read in results if was_read])
-            failed += [index for index, _, was_read in results if not was_read]
+            failed += [index for index, was_read in zip(batch, were_read, strict=True) if not was_read]
         return len(elsewhere) - len(failed), failed
 
     def _claim_rows(self, num_rows: int, dropped: list[bytes]) -> list[int]:
@@ -205,22 +212,38 @@ class OffloadingConnector:
 
 
 class _HostCopies:
-    """Copies between pages and buffer that are both in the host's memory."""
+    """Copies between pages and buffer that are both in the host's memory.
+
+    A layer's part of a block is one copy. Torch gathers such parts to other memory first, and scatters them from there.
+    """
 
     def __init__(self, pages: list[Tensor], buffer: Tensor) -> None:
-        self._pages, self._parts = pages, split_rows(buffer, pages)
+        assert all(each.is_contiguous() for each in (*pages, buffer))
+        self._pages, self._buffer = pages, buffer  # as long as they are here, their addresses are right
+        self._num_blocks, self._num_rows = len(pages[0]), len(buffer)
+        # For each layer's keys or values: their address, and the bytes of a block.
+        self._parts = [(each.data_ptr(), math.prod(each.shape[1:]) * each.itemsize) for each in pages]
 
     def store(self, blocks: list[int], rows: list[int]) -> None:
         """Copy blocks of the pages to rows of the buffer."""
-        index, chosen = torch.tensor(rows), torch.tensor(blocks)
-        for pages, part in zip(self._pages, self._parts, strict=True):  # one layer fits into a processor's cache
-            part.index_copy_(0, index, pages.index_select(0, chosen))
+        for block, row in self._check(blocks, rows):
+            for pages, num_bytes in self._parts:
+                _move(row, pages + block * num_bytes, num_bytes)
+                row += num_bytes
 
     def load(self, rows: list[int], blocks: list[int]) -> None:
         """Copy rows of the buffer to blocks of the pages."""
-        index, chosen = torch.tensor(rows), torch.tensor(blocks)
-        for pages, part in zip(self._pages, self._parts, strict=True):
-            pages.index_copy_(0, chosen, part.index_select(0, index))
+        for block, row in self._check(blocks, rows):
+            for pages, num_bytes in self._parts:
+                _move(pages + block * num_bytes, row, num_bytes)
+                row += num_bytes
+
+    def _check(self, blocks: list[int], rows: list[int]) -> list[tuple[int, int]]:
+        """Return (block, address of its row). Raises IndexError for what is outside of the pages or the buffer."""
+        if not (0 <= min(blocks) <= max(blocks) < self._num_blocks and 0 <= min(rows) <= max(rows) < self._num_rows):
+            raise IndexError(f"blocks {blocks} and rows {rows} of {self._num_blocks} and {self._num_rows}")
+        first, row_bytes = self._buffer.data_ptr(), self._buffer.shape[1]
+        return [(block, first + row * row_bytes) for block, row in zip(blocks, rows, strict=True)]
 
     def wait(self) -> None:
         """Return once the host may read and write the buffer: here at once."""

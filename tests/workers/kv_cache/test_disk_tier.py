@@ -6,12 +6,14 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from servekit.errors import ConfigError
 from workers.kv_cache import disk_tier
@@ -98,6 +100,84 @@ def test_what_was_read_ahead_of_need_and_not_used_makes_room(tmp_path: Path, mon
     tier.prefetch(KEYS[5:])
     assert list(tier._prefetched) == KEYS[5:]
     assert read(tier, KEYS) == BLOCKS
+
+
+def test_what_is_read_ahead_goes_where_a_block_was_that_is_not_needed_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_BYTES", 500)
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS)
+
+    kept: list[NDArray[np.uint8]] = []  # otherwise what was freed might be allocated again in the same place
+
+    def places_of(*keys: bytes) -> set[int]:
+        tier.prefetch(list(keys))
+        blocks = [block for key in keys if (block := tier._prefetched[key][1].result()) is not None]
+        assert [block.tobytes() for block in blocks] == [BLOCKS[key] for key in keys]
+        kept.extend(blocks)
+        return {block.ctypes.data for block in blocks}
+
+    places = places_of(*KEYS[:3])
+    assert len(places) == 3, "each has its own"
+    assert read(tier, KEYS[:3]) == {key: BLOCKS[key] for key in KEYS[:3]}
+    assert places_of(*KEYS[3:6]) == places
+    monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_S", 0.0)
+    assert places_of(*KEYS[5:]) == places, "two were not needed for too long"
+
+
+def test_blocks_are_used_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "USE_AT_ONCE", 2)
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS)
+    file_of(tmp_path, KEYS[1]).write_bytes(b"damaged")
+    is_used, read_one, used, reader = threading.Event(), tier._read, list[int](), threading.current_thread()
+
+    def help_behind_first_use(key: bytes, row: NDArray[np.uint8]) -> bool:
+        assert threading.current_thread() is reader or is_used.wait(timeout=60)
+        return read_one(key, row)
+
+    def use(indices: list[int]) -> None:
+        assert all(rows[index].tobytes() == BLOCKS[KEYS[index]] for index in indices)
+        assert threading.current_thread() is reader, "a GPU's copies are in the stream of this thread"
+        used.extend(indices)
+        is_used.set()
+
+    monkeypatch.setattr(tier, "_read", help_behind_first_use)
+    rows = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in KEYS]
+    assert tier.read(KEYS, rows, use) == [index != 1 for index in range(8)]
+    assert sorted(used) == [0, 2, 3, 4, 5, 6, 7]
+
+
+def test_rows_are_not_written_to_after_the_use_of_blocks_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "USE_AT_ONCE", 1)
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS)
+    has_begun, has_failed, read_one = threading.Event(), threading.Event(), tier._read
+    reader, helped = threading.current_thread(), list[bytes]()
+
+    def help_behind_failure(key: bytes, row: NDArray[np.uint8]) -> bool:
+        if threading.current_thread() is reader:
+            assert has_begun.wait(timeout=60)
+        else:
+            has_begun.set()
+            assert has_failed.wait(timeout=60)
+            time.sleep(0.05)
+            helped.append(key)
+        return read_one(key, row)
+
+    def fail(indices: list[int]) -> None:
+        has_failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(tier, "_read", help_behind_failure)
+    rows = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in KEYS]
+    with pytest.raises(MemoryError):
+        tier.read(KEYS, rows, fail)
+    assert all(rows[KEYS.index(key)].tobytes() == BLOCKS[key] for key in helped)
+    assert 0 < len(helped) <= disk_tier.NUM_READERS, "no other one is read"
 
 
 def test_a_block_that_was_damaged_ahead_of_need_is_read_if_it_has_been_written_again(tmp_path: Path) -> None:

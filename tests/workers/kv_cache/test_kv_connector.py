@@ -58,6 +58,17 @@ def plan(stores: tuple[tuple[int, int], ...] = (), loads: tuple[tuple[int, int],
     )
 
 
+def with_files(folder: Path, num_rows: int, num_files: int) -> tuple[KVCache, DiskTier, OffloadingConnector]:
+    """A connector with room for some blocks in memory, after the first ones of the cache were stored in turn."""
+    cache = make_cache()
+    disk = DiskTier(folder, "model", 10**6, block_bytes(cache))
+    connector = OffloadingConnector(cache, num_rows, disk)
+    for number in range(num_files):
+        connector.transfer(plan(stores=((number, number),)))
+    until_written(disk, *KEYS[:num_files])
+    return cache, disk, connector
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_block_comes_back_as_it_was_into_another_one(dtype: torch.dtype) -> None:
     cache = make_cache(dtype)
@@ -84,6 +95,16 @@ def test_stores_come_before_loads_into_the_same_blocks() -> None:
     assert are_equal(contents(cache, 6), before[1])
 
 
+@pytest.mark.parametrize("block", [8, -1])
+def test_a_block_that_does_not_exist_is_neither_read_nor_written(block: int) -> None:
+    connector = OffloadingConnector(make_cache(), num_blocks=8)
+    connector.transfer(plan(stores=((0, 0),)))
+    for wrong in (plan(stores=((1, 1), (block, 2))), plan(loads=((0, 1), (0, block)))):
+        with pytest.raises(IndexError):
+            connector.transfer(wrong)
+    assert connector.keys() == [KEYS[0]]
+
+
 def test_memory_keeps_the_blocks_that_were_used_last_and_reports_the_others() -> None:
     connector = OffloadingConnector(make_cache(), num_blocks=3)
     connector.transfer(plan(stores=((0, 0), (1, 1), (2, 2))))
@@ -98,6 +119,8 @@ def test_memory_keeps_the_blocks_that_were_used_last_and_reports_the_others() ->
 def test_a_store_that_fails_for_want_of_memory_keeps_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache()
     connector = OffloadingConnector(cache, num_blocks=2)
+    # Copies of a device take memory; those in the host's memory take none.
+    connector._copies = kv_connector._DeviceCopies([*cache.keys, *cache.values], connector._buffer)
     before = contents(cache, 2)
 
     def refuse(*_: object) -> torch.Tensor:
@@ -135,13 +158,8 @@ def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
 
 
 def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free(tmp_path: Path) -> None:
-    cache = make_cache()
-    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
-    connector = OffloadingConnector(cache, 3, disk)
+    cache, _, connector = with_files(tmp_path, num_rows=3, num_files=6)
     before = [contents(cache, block) for block in range(8)]
-    for number in range(6):
-        connector.transfer(plan(stores=((number, number),)))
-    until_written(disk, *KEYS[:6])
     for number in (0, 2):
         (path,) = tmp_path.glob(f"*/0/{KEYS[number].hex()}.block")
         path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -155,13 +173,8 @@ def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free
 
 
 def test_a_block_on_the_disk_is_not_copied_to_memory_that_the_same_step_needs_for_its_loads(tmp_path: Path) -> None:
-    cache = make_cache()
-    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
-    connector = OffloadingConnector(cache, 3, disk)
+    cache, disk, connector = with_files(tmp_path, num_rows=3, num_files=7)
     before = [contents(cache, block) for block in range(8)]
-    for number in range(7):
-        connector.transfer(plan(stores=((number, number),)))
-    until_written(disk, *KEYS[:7])
     # Key 7 is nowhere else; of the others, memory has room for one besides the two that are loaded.
     report = connector.transfer(plan(stores=((7, 7), (1, 1), (2, 2)), loads=((0, 1), (3, 2))))
     assert report.num_stored == 3 - 1 and not report.dropped_keys
@@ -172,13 +185,8 @@ def test_a_block_on_the_disk_is_not_copied_to_memory_that_the_same_step_needs_fo
 
 
 def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tmp_path: Path) -> None:
-    cache = make_cache()
-    disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
-    connector = OffloadingConnector(cache, 1, disk)
+    cache, disk, connector = with_files(tmp_path, num_rows=1, num_files=3)
     before = contents(cache, 1)
-    connector.transfer(plan(stores=((1, 1),)))
-    connector.transfer(plan(stores=((2, 2),)))
-    until_written(disk, KEYS[1], KEYS[2])
     connector.transfer(replace(plan(), prefetches=(KEYS[1], KEYS[2], KEYS[3])))
     assert list(disk._prefetched) == [KEYS[1]]
     disk._prefetched[KEYS[1]][1].result()
