@@ -143,9 +143,17 @@ class DiskTier:
                 self._prefetched[key] = now_s, self._prefetchers.submit(self._read_ahead, key)
 
     def read(
-        self, keys: list[bytes], rows: list[Bytes], use: Callable[[list[int]], None] = lambda indices: None
+        self,
+        keys: list[bytes],
+        memory: list[Bytes],
+        rows: list[int],
+        use: Callable[[list[int]], None] = lambda indices: None,
+        *,
+        may_replace: bool = False,
     ) -> list[bool]:
         """Read blocks into memory, one row for each key. Returns which were there and undamaged.
+
+        What was read ahead is copied to its row. If it may replace the row's memory in the list, nothing is copied.
 
         `use` gets the indices of those that were, some at a time, while others are still read: so their rows are in
         a processor's cache. It is called by this thread, which also reads: on a busy machine, it would wait long for
@@ -158,7 +166,7 @@ class DiskTier:
 
         def fill_next(after_each: Callable[[], None] = lambda: None) -> None:
             for index, job in jobs:
-                if self._fill(*job):
+                if self._fill(memory, *job, may_replace=may_replace):
                     were_read[index] = True
                     ready.append(index)
                 after_each()
@@ -186,13 +194,18 @@ class DiskTier:
                     self._keys.move_to_end(key)
         return were_read
 
-    def _fill(self, key: bytes, row: Bytes, ahead: Future[Bytes | None] | None) -> bool:
+    def _fill(
+        self, memory: list[Bytes], key: bytes, row: int, ahead: Future[Bytes | None] | None, *, may_replace: bool
+    ) -> bool:
         """Read a block, unless that has begun ahead of need."""
         if ahead is not None and not ahead.cancel() and (block := ahead.result()) is not None:
-            np.copyto(row, block)
+            if may_replace:
+                memory[row], block = block, memory[row]
+            else:
+                np.copyto(memory[row], block)
             self._spare.append(block)
             return True
-        return self._read(key, row)  # also if it was not there ahead of need: it may have been written since
+        return self._read(key, memory[row])  # also if it was not there ahead of need: it may have been written since
 
     def _read_ahead(self, key: bytes) -> Bytes | None:
         try:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from servekit.protocol.messages import StepPlan, TransferReport
 from workers.device.transfer import DeviceEvent, to_device
-from workers.kv_cache.disk_tier import DiskTier
+from workers.kv_cache.disk_tier import Bytes, DiskTier
 from workers.kv_cache.pages import KVCache
 
 MAX_KEYS = 2**16  # keys that a new worker announces; more would delay the server
@@ -82,9 +82,14 @@ class OffloadingConnector:
         self._free_rows = list(range(num_blocks))
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_writing = disk is not None
-        self._buffer = _make_buffer(num_blocks, block_bytes(cache), self._device)
-        self._memory = self._buffer.numpy()
-        self._copies = (_HostCopies if self._device.type == "cpu" else _DeviceCopies)(self._pages, self._buffer)
+        self._block_bytes = block_bytes(cache)
+        self._buffer = _make_buffer(num_blocks, self._block_bytes, self._device)
+        self._memory = list(self._buffer.numpy())  # of each row
+        self._copies: _HostCopies | _DeviceCopies
+        if self._device.type == "cpu":
+            self._copies = _HostCopies(self._pages, self._memory)
+        else:
+            self._copies = _DeviceCopies(self._pages, self._buffer)
 
     def transfer(self, plan: StepPlan) -> TransferReport:
         """Store and load what the plan says. Blocks that are loaded from the disk are in memory from then on."""
@@ -109,7 +114,7 @@ class OffloadingConnector:
             num_unwritten=0 if disk is None else disk.take_num_unwritten(),
             num_in_memory=len(self._rows),
             num_on_disk=0 if disk is None else len(disk),
-            block_bytes=self._buffer.shape[1],
+            block_bytes=self._block_bytes,
         )
 
     def send(self, plan: StepPlan, report: TransferReport) -> TransferReport:
@@ -180,8 +185,10 @@ class OffloadingConnector:
             copies = [(row, loads[index][1]) for index, row in zip(batch, rows, strict=True)]
             were_read = self._disk.read(
                 keys,
-                [self._memory[row] for row in rows],
+                self._memory,
+                rows,
                 lambda some, copies=copies: self._fill_pages([copies[number] for number in some]),  # type: ignore[misc]
+                may_replace=self._device.type == "cpu",  # for a GPU, the buffer is pinned, and copied from
             )
             self._keep([key if was_read else None for key, was_read in zip(keys, were_read, strict=True)], rows)
             failed += [index for index, was_read in zip(batch, were_read, strict=True) if not was_read]
@@ -217,10 +224,11 @@ class _HostCopies:
     A layer's part of a block is one copy. Torch gathers such parts to other memory first, and scatters them from there.
     """
 
-    def __init__(self, pages: list[Tensor], buffer: Tensor) -> None:
-        assert all(each.is_contiguous() for each in (*pages, buffer))
-        self._pages, self._buffer = pages, buffer  # as long as they are here, their addresses are right
-        self._num_blocks, self._num_rows = len(pages[0]), len(buffer)
+    def __init__(self, pages: list[Tensor], memory: list[Bytes]) -> None:
+        """`memory` is that of each row. It may be replaced in the list."""
+        assert all(each.is_contiguous() for each in pages)
+        self._pages, self._memory = pages, memory
+        self._num_blocks = len(pages[0])
         # For each layer's keys or values: their address, and the bytes of a block.
         self._parts = [(each.data_ptr(), math.prod(each.shape[1:]) * each.itemsize) for each in pages]
 
@@ -239,11 +247,10 @@ class _HostCopies:
                 row += num_bytes
 
     def _check(self, blocks: list[int], rows: list[int]) -> list[tuple[int, int]]:
-        """Return (block, address of its row). Raises IndexError for what is outside of the pages or the buffer."""
-        if not (0 <= min(blocks) <= max(blocks) < self._num_blocks and 0 <= min(rows) <= max(rows) < self._num_rows):
-            raise IndexError(f"blocks {blocks} and rows {rows} of {self._num_blocks} and {self._num_rows}")
-        first, row_bytes = self._buffer.data_ptr(), self._buffer.shape[1]
-        return [(block, first + row * row_bytes) for block, row in zip(blocks, rows, strict=True)]
+        """Return (block, address of its row). Raises IndexError for blocks that are outside of the pages."""
+        if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
+            raise IndexError(f"there are {self._num_blocks} blocks, and the plan names {blocks}")
+        return [(block, self._memory[row].ctypes.data) for block, row in zip(blocks, rows, strict=True)]
 
     def wait(self) -> None:
         """Return once the host may read and write the buffer: here at once."""

@@ -44,7 +44,7 @@ def write(tier: DiskTier, *keys: bytes) -> None:
 def read(tier: DiskTier, keys: list[bytes]) -> dict[bytes, bytes]:
     """The blocks that were read. The rows of the others may have anything in them."""
     rows = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in keys]
-    were_read = tier.read(keys, rows)
+    were_read = tier.read(keys, rows, list(range(len(keys))))
     return {key: row.tobytes() for key, row, was_read in zip(keys, rows, were_read, strict=True) if was_read}
 
 
@@ -77,6 +77,21 @@ def test_a_block_that_was_read_ahead_of_need_is_not_read_again(tmp_path: Path) -
         file_of(tmp_path, key).unlink()
     assert read(tier, KEYS[:3]) == {key: BLOCKS[key] for key in KEYS[:2]}
     assert not tier._prefetched and read(tier, [KEYS[0]]) == {}, "it is kept until it is used"
+
+
+def test_what_was_read_ahead_takes_the_place_of_a_row_that_it_may_replace(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path)
+    write(tier, *KEYS[:3])
+    tier.prefetch([KEYS[0], KEYS[7]])
+    ahead = tier._prefetched[KEYS[0]][1].result()
+    old = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in range(4)]
+    memory = list(old)
+    assert tier.read([KEYS[0], KEYS[1], KEYS[7]], memory, [3, 0, 1], may_replace=True) == [True, True, False]
+    assert memory[3] is ahead and not old[3].any() and memory[3].tobytes() == BLOCKS[KEYS[0]]
+    assert memory[0] is old[0] and memory[0].tobytes() == BLOCKS[KEYS[1]]
+    tier.prefetch([KEYS[2]])
+    assert tier._prefetched[KEYS[2]][1].result() is old[3], "the next one is read to where the row was"
+    assert memory[3].tobytes() == BLOCKS[KEYS[0]]
 
 
 def test_what_was_read_ahead_of_need_has_a_bound_and_those_that_came_first_stay(
@@ -145,7 +160,7 @@ def test_blocks_are_used_while_others_are_read(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(tier, "_read", help_behind_first_use)
     rows = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in KEYS]
-    assert tier.read(KEYS, rows, use) == [index != 1 for index in range(8)]
+    assert tier.read(KEYS, rows, list(range(8)), use) == [index != 1 for index in range(8)]
     assert sorted(used) == [0, 2, 3, 4, 5, 6, 7]
 
 
@@ -175,7 +190,7 @@ def test_rows_are_not_written_to_after_the_use_of_blocks_has_failed(
     monkeypatch.setattr(tier, "_read", help_behind_failure)
     rows = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in KEYS]
     with pytest.raises(MemoryError):
-        tier.read(KEYS, rows, fail)
+        tier.read(KEYS, rows, list(range(8)), fail)
     assert all(rows[KEYS.index(key)].tobytes() == BLOCKS[key] for key in helped)
     assert 0 < len(helped) <= disk_tier.NUM_READERS, "no other one is read"
 

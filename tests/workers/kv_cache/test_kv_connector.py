@@ -194,6 +194,10 @@ def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tm
     path.unlink()
     assert connector.transfer(plan(loads=((1, 5),))).num_loaded_from_disk == 1
     assert are_equal(contents(cache, 5), before)
+    connector.transfer(replace(plan(), prefetches=(KEYS[2],)))
+    disk._prefetched[KEYS[2]][1].result()
+    assert connector.transfer(plan(loads=((1, 6),))).num_loaded_from_memory == 1
+    assert are_equal(contents(cache, 6), before), "what is read ahead now is not read to where memory has the block"
 
 
 def test_the_copies_before_one_that_fails_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
