@@ -44,7 +44,6 @@ _SUFFIX, _UNFINISHED = ".block", ".unfinished"
 MAX_UNWRITTEN_BYTES = 2**28  # bytes that wait for the disk
 MAX_WORKERS = 64  # workers that share a folder
 NUM_READERS = 4  # threads that help to read; one waits for the disk while another computes a checksum
-USE_AT_ONCE = 8  # blocks that were read; for a GPU, copies of single ones would be many
 UNUSED_S = 30 * 24 * 3600  # after which blocks of other models, of other settings and of other workers are deleted
 NUM_PREFETCHERS = 2  # threads, so that reads that a step waits for never wait for those ahead of need
 MAX_PREFETCHED_BYTES = 2**28  # bytes that were read and not used yet
@@ -149,15 +148,17 @@ class DiskTier:
         rows: list[int],
         use: Callable[[list[int]], None] = lambda indices: None,
         *,
+        num_used_at_once: int = 1,
         may_replace: bool = False,
     ) -> list[bool]:
         """Read blocks into memory, one row for each key. Returns which were there and undamaged.
 
         What was read ahead is copied to its row. If it may replace the row's memory in the list, nothing is copied.
 
-        `use` gets the indices of those that were, some at a time, while others are still read: so their rows are in
-        a processor's cache. It is called by this thread, which also reads: on a busy machine, it would wait long for
-        the threads that help. The files of damaged blocks are deleted, and anything may be in their rows.
+        `use` gets the indices of those that were, at least so many at a time but for the last ones, while others are
+        still read: so their rows are in a processor's cache. It is called by this thread, which also reads: on a busy
+        machine, it would wait long for the threads that help. The files of damaged blocks are deleted, and anything
+        may be in their rows.
         """
         ahead = [self._prefetched.pop(key, (0.0, None))[1] for key in keys]
         jobs = iter(list(enumerate(zip(keys, rows, ahead, strict=True))))  # each thread takes the next one
@@ -179,7 +180,7 @@ class DiskTier:
 
         helpers = [self._readers.submit(fill_next) for _ in range(min(NUM_READERS, len(keys) - 1))]
         try:
-            fill_next(lambda: use_ready(USE_AT_ONCE))
+            fill_next(lambda: use_ready(num_used_at_once))
         finally:
             for _ in jobs:  # if `use` has raised, no other block is read
                 pass

@@ -188,6 +188,7 @@ class OffloadingConnector:
                 self._memory,
                 rows,
                 lambda some, copies=copies: self._fill_pages([copies[number] for number in some]),  # type: ignore[misc]
+                num_used_at_once=self._copies.num_at_once,
                 may_replace=self._device.type == "cpu",  # for a GPU, the buffer is pinned, and copied from
             )
             self._keep([key if was_read else None for key, was_read in zip(keys, were_read, strict=True)], rows)
@@ -223,6 +224,8 @@ class _HostCopies:
 
     A layer's part of a block is one copy. Torch gathers such parts to other memory first, and scatters them from there.
     """
+
+    num_at_once = 1  # of the blocks that come from files: a processor's cache still has them
 
     def __init__(self, pages: list[Tensor], memory: list[Bytes]) -> None:
         """`memory` is that of each row. It may be replaced in the list."""
@@ -262,6 +265,8 @@ class _DeviceCopies:
     A row of the buffer is one copy, a few megabytes of a usual model. The device gathers the parts of a row from all
     layers, and scatters them: copied one by one, they would be hundreds of small copies for each block.
     """
+
+    num_at_once = 8  # of the blocks that come from files: the device launches a copy for each layer
 
     def __init__(self, pages: list[Tensor], buffer: Tensor) -> None:
         self._pages, self._buffer = pages, buffer

@@ -142,7 +142,6 @@ def test_what_is_read_ahead_goes_where_a_block_was_that_is_not_needed_any_more(
 
 
 def test_blocks_are_used_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "USE_AT_ONCE", 2)
     tier = make_tier(tmp_path)
     write(tier, *KEYS)
     file_of(tmp_path, KEYS[1]).write_bytes(b"damaged")
@@ -155,19 +154,19 @@ def test_blocks_are_used_while_others_are_read(tmp_path: Path, monkeypatch: pyte
     def use(indices: list[int]) -> None:
         assert all(rows[index].tobytes() == BLOCKS[KEYS[index]] for index in indices)
         assert threading.current_thread() is reader, "a GPU's copies are in the stream of this thread"
+        assert len(indices) >= 2 or len(used) == 6, "not less at a time, but for the last"
         used.extend(indices)
         is_used.set()
 
     monkeypatch.setattr(tier, "_read", help_behind_first_use)
     rows = [np.zeros(BLOCK_BYTES, dtype=np.uint8) for _ in KEYS]
-    assert tier.read(KEYS, rows, list(range(8)), use) == [index != 1 for index in range(8)]
+    assert tier.read(KEYS, rows, list(range(8)), use, num_used_at_once=2) == [index != 1 for index in range(8)]
     assert sorted(used) == [0, 2, 3, 4, 5, 6, 7]
 
 
 def test_rows_are_not_written_to_after_the_use_of_blocks_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "USE_AT_ONCE", 1)
     tier = make_tier(tmp_path)
     write(tier, *KEYS)
     has_begun, has_failed, read_one = threading.Event(), threading.Event(), tier._read
