@@ -1,4 +1,7 @@
-"""Llamas of random weights, with a tokenizer: models of common sizes that need no download."""
+"""Llamas of random weights, with a tokenizer: models of common sizes that need no download.
+
+python -m benchmarks.random_llama    # the one of 84 million weights, in build/small-llama/bfloat16
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ SMALL_SHAPE: dict[str, Any] = SHAPE | {
     "num_key_value_heads": 5,
     "tie_word_embeddings": False,
 }
+SMALL_FOLDER = Path("build/small-llama")
 SPECIAL_TOKENS = ["<|bos|>", "<|eos|>", "<|pad|>"]
 MAX_CORPUS_BYTES = 12_000_000
 
@@ -83,3 +87,7 @@ def _texts() -> list[str]:
         if num_bytes > MAX_CORPUS_BYTES:
             break
     return found
+
+
+if __name__ == "__main__":
+    print(make_random_llama(SMALL_FOLDER, SMALL_SHAPE))

@@ -159,7 +159,7 @@ def _add_replay_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
     add("--max-num-seqs", metavar="NUM", type=_positive, help="maximum sequences that run at the same time")
     add("--max-num-batched-tokens", metavar="NUM", type=_positive, help="maximum tokens of one step")
     add("--max-steps-in-flight", metavar="NUM", type=_positive, help="maximum steps that are sent ahead")
-    add("--itl-target-ms", metavar="MS", type=_share, help="target inter-token latency in milliseconds; 0 for none")
+    add("--itl-target-ms", metavar="MS", type=_amount, help="target inter-token latency in milliseconds; 0 for none")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prompts")
     add("--model", metavar="SPEC", help="sim:SPEC: step times of another device (docs/simulated_model.md)")
     add("--out", metavar="DIR", type=Path, help="write replay.html, a page with charts, into this folder")
@@ -178,7 +178,12 @@ def _add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="a journal file")
-    add("sequence_id", metavar="ID", type=int, help="the sequence's number: sequence_id of its request's explanation")
+    add(
+        "sequence_id",
+        metavar="ID",
+        type=_sequence_id,
+        help="the sequence's number: sequence_id of its request's explanation",
+    )
     add("--json", dest="as_json", action="store_true", help="print JSON instead of text")
     add("--out", metavar="DIR", type=Path, help="write explain.html, a page with a timeline, into this folder")
 
@@ -199,7 +204,11 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="FILE",
         help="instead of MODEL: only print on which device each model of a model file is placed",
     )
-    add("--device", metavar="NAME", help="h100, h200, b200, a100, l40s, l4, a10, rtx4090, mi300x (default: h100)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="h100, h200, b200, a100, l40s, l4, a10, rtx4090, mi300x, xeon-8592 or epyc-9655 (default: h100)",
+    )
     add("--devices-file", metavar="FILE", type=Path, help="TOML file with devices of your own (docs/planning.md)")
     add("--weights", metavar="FORMAT", help="float32, bfloat16, fp8, int8, int4, w4a8 or nf4 (default: as stored)")
     add("--kv-cache", metavar="FORMAT", help="float32, bfloat16, int8 or fp8_e4m3 (default: bfloat16)")
@@ -213,13 +222,13 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--output-tokens", metavar="NUM", type=_positive, help="mean length of answers (default: 200)")
     add("--max-model-len", metavar="NUM", type=_positive, help="longest sequence (default: eight times the mean)")
     add("--trace", metavar="JOURNAL", type=Path, help="draw lengths from the requests of a journal of servekit serve")
-    add("--rate", metavar="NUM", type=_share, help="requests per second of the whole service")
+    add("--rate", metavar="NUM", type=_amount, help="requests per second of the whole service")
     add("--slo", metavar="LIMITS", help="limits for 99 %% of the requests (default: ttft:1s,tpot:50ms)")
-    add("--price-per-hour", metavar="NUM", type=_share, help="price of one device for an hour")
+    add("--price-per-hour", metavar="NUM", type=_amount, help="price of one device for an hour")
     add(
         "--api-price",
         metavar="NUM",
-        type=_share,
+        type=_amount,
         help="price of an API for a million tokens of prompts or answers, to compare with",
     )
     add(
@@ -274,7 +283,7 @@ def _add_lab_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     add(
         "--max-delay-ms",
         metavar="MS",
-        type=_share,
+        type=_amount,
         help="how long dynamic batching waits for a full batch (default: 100)",
     )
     add("--paged", action=argparse.BooleanOptionalAction, help="KV memory in pages, or in one piece (default: pages)")
@@ -492,11 +501,29 @@ def _whole(text: str) -> int:
     return 0 if text == "0" else _positive(text)
 
 
+def _sequence_id(text: str) -> int:
+    """Parse the number of a sequence in a journal. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the number of a sequence. A journal has no ids of requests: take sequence_id of GET "
+            '/v1/requests/ID/explain, or of the answer to a request with "explain": true'
+        )
+    return int(text)
+
+
 def _share(text: str) -> float:
     """Parse a share: 0.01 is 1 %. Raises ArgumentTypeError."""
     value = _finite(text)
     if value < 0.0:
         raise argparse.ArgumentTypeError(f"{text!r} is below 0; 0.01 is 1 %")
+    return value
+
+
+def _amount(text: str) -> float:
+    """Parse a number from 0 on: a price, a rate, milliseconds. Raises ArgumentTypeError."""
+    value = _finite(text)
+    if value < 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 0")
     return value
 
 

@@ -33,20 +33,22 @@ class Ablation(Struct, frozen=True):
     explanation: str
     cases: Callable[[Workload, LabSettings], list[Case]]
     figures: tuple[str, ...]  # fields of Summary
+    is_in_pairs: bool = False  # each two runs belong together, and otherwise the first and the last show the effect
 
 
 def _kv_cache(_: Workload, settings: LabSettings) -> list[Case]:
     """Without a KV cache each token computes the whole text again: an answer is as many requests for one token."""
     cases = []
-    mode, settings = MODES["one-by-one"], replace(settings, has_prefix_cache=False)
+    mode, settings = MODES["one-by-one"], replace(settings, has_prefix_cache=False, num_slots=1)
     for num_tokens in KV_CACHE_LENGTHS:
         if KV_CACHE_PROMPT_TOKENS + num_tokens > settings.max_model_len:
             break
         text = tuple(range(KV_CACHE_PROMPT_TOKENS + num_tokens))
         once = LabRequest(0.0, text[:KV_CACHE_PROMPT_TOKENS], num_tokens)
         again = [LabRequest(0.0, text[: KV_CACHE_PROMPT_TOKENS + number], 1) for number in range(num_tokens)]
-        cases.append(Case(f"{num_tokens} tokens, with", mode, settings, Workload("kv-cache", (once,))))
-        cases.append(Case(f"{num_tokens} tokens, without", mode, settings, Workload("kv-cache", tuple(again))))
+        length = f"{num_tokens} token{'s' if num_tokens > 1 else ''}"
+        for label, requests in (("with", (once,)), ("without", tuple(again))):
+            cases.append(Case(f"{length}, {label}", mode, settings, Workload("one prompt", requests)))
     return cases
 
 
@@ -63,13 +65,14 @@ def _block_size(workload: Workload, settings: LabSettings) -> list[Case]:
     return [
         Case(f"blocks of {size}", MODES["chunked"], replace(settings, block_size=size), workload)
         for size in (1, 4, 8, 16, 32, 64, 128)
+        if settings.num_kv_tokens // size * size >= workload.max_length
     ]
 
 
 def _prefix_cache(workload: Workload, settings: LabSettings) -> list[Case]:
     return [
         Case(label, MODES["chunked"], replace(settings, has_prefix_cache=is_on), workload)
-        for label, is_on in (("off", False), ("on", True))
+        for label, is_on in (("off: every prompt is cold", False), ("on: warm after the first", True))
     ]
 
 
@@ -87,7 +90,7 @@ def _batch_size(workload: Workload, settings: LabSettings) -> list[Case]:
     )
     return [
         Case(
-            f"{size} slots",
+            f"{size} slot{'s' if size > 1 else ''}",
             MODES["continuous"],
             replace(settings, num_slots=size, num_kv_tokens=max(settings.num_kv_tokens, size * settings.max_model_len)),
             at_once,
@@ -100,7 +103,13 @@ _LATENCIES = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
 ABLATIONS = {
     each.name: each
     for each in (
-        Ablation("kv-cache", "an answer with a KV cache and without one", _kv_cache, ("duration_s",)),
+        Ablation(
+            "kv-cache",
+            f"an answer to {KV_CACHE_PROMPT_TOKENS} tokens, with a KV cache and without one",
+            _kv_cache,
+            ("last_token_s", "duration_s"),
+            is_in_pairs=True,
+        ),
         Ablation("chunks", "the most tokens of a step", _chunks, ("tokens_per_s", *_LATENCIES)),
         Ablation(
             "block-size",

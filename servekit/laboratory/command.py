@@ -12,7 +12,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from servekit.errors import ConfigError
 from servekit.laboratory.ablation import ABLATIONS, knee
 from servekit.laboratory.batching import MODES
-from servekit.laboratory.page import as_page, write_page
+from servekit.laboratory.page import Picture, as_page, write_page
 from servekit.laboratory.real_run import RealRun
 from servekit.laboratory.report import as_json, as_table
 from servekit.laboratory.summary import Summary, summarise
@@ -28,6 +28,7 @@ DEFAULT_MODEL = "sim:h100-8b"
 REAL_MODEL = "demo"
 REAL_MAX_MODEL_LEN = 512  # so that a KV cache of the default size holds all slots
 DEFAULT_LOAD = 0.8
+DEFAULT_KV_TOKENS = 4096
 TEXTBOOK_NOTE = """\
 Textbooks compare 170 tokens/s of the static batch with 800, which is all slots times 100 steps/s. The same eight
 requests take as long with continuous batching: nothing waits that could fill the free slots. It reaches 800 while
@@ -48,7 +49,7 @@ class LabOptions(Struct, frozen=True, kw_only=True):
     model: str | None = None
     real: bool = False
     slots: int = 8
-    kv_tokens: int = 4096
+    kv_tokens: int | None = None  # DEFAULT_KV_TOKENS, or as many as the longest sequence has
     max_model_len: int = 1024
     block_size: int = 16
     chunk_tokens: int = 64
@@ -79,13 +80,22 @@ def _settings(options: LabOptions) -> LabSettings:
             raise ConfigError(f"--modes {name}: unknown; use one or several of {', '.join(MODES)}")
     if options.load <= 0:
         raise ConfigError("--load 0: no request would ever arrive; give a share above 0")
-    if options.ablation is not None and options.ablation not in ABLATIONS:
-        raise ConfigError(f"ablation {options.ablation}: unknown; use one of {', '.join(ABLATIONS)}")
+    if options.ablation is not None:
+        if options.ablation not in ABLATIONS:
+            raise ConfigError(f"ablation {options.ablation}: unknown; use one of {', '.join(ABLATIONS)}")
+        if options.modes != tuple(MODES):
+            raise ConfigError(f"--modes: the ablation {options.ablation} has modes of its own; leave --modes out")
     max_model_len = min(options.max_model_len, REAL_MAX_MODEL_LEN) if options.real else options.max_model_len
+    num_kv_tokens = max(DEFAULT_KV_TOKENS, max_model_len) if options.kv_tokens is None else options.kv_tokens
+    if num_kv_tokens < max_model_len:
+        raise ConfigError(
+            f"--kv-tokens {num_kv_tokens}: the longest sequence may have {max_model_len:,} tokens; give at least as "
+            "many, or a smaller --max-model-len"
+        )
     is_textbook = options.workload == "textbook" and not options.real
     return LabSettings(
         num_slots=options.slots,
-        num_kv_tokens=max(options.kv_tokens, max_model_len),
+        num_kv_tokens=num_kv_tokens,
         block_size=options.block_size,
         max_model_len=max_model_len,
         chunk_tokens=options.chunk_tokens,
@@ -120,6 +130,12 @@ def _workload(options: LabOptions, settings: LabSettings, model: SimulatedModel)
         raise ConfigError(
             f"--max-model-len {settings.max_model_len}: the workload has a request of {at_once.max_length} tokens; "
             "give at least as many"
+        )
+    num_in_blocks = settings.num_kv_tokens // settings.block_size * settings.block_size
+    if at_once.max_length > num_in_blocks:
+        raise ConfigError(
+            f"--block-size {settings.block_size}: the KV cache has whole blocks for {num_in_blocks:,} tokens, and the "
+            f"workload has a request of {at_once.max_length}; use smaller blocks, or more --kv-tokens"
         )
     capacity = summarise(VirtualRun(at_once, MODES["continuous"], settings, model).play(), settings.num_slots)
     rate = options.load * num_requests / capacity.duration_s if capacity.duration_s else float("inf")
@@ -156,8 +172,19 @@ def _show(options: LabOptions, settings: LabSettings, workload: Workload, runs: 
         if workload.name == "textbook":
             print("\n" + TEXTBOOK_NOTE)
     if options.out is not None:
-        pictures = [(MODES[run.mode], run.how, run.timeline, run.summary) for run in runs]
-        write_page(options.out / "lab.html", as_page(title, pictures, settings.num_slots))
+        pictures = [
+            Picture(
+                name=f"{run.mode}, {run.how}",
+                explanation=MODES[run.mode].explanation,
+                num_slots=settings.num_slots,
+                timeline=run.timeline,
+                summary=run.summary,
+            )
+            for run in runs
+        ]
+        modes = [run.mode for run in runs]
+        first = modes.index("static") if "static" in modes else 0
+        write_page(options.out / "lab.html", as_page(title, pictures, number_of_first=first))
 
 
 # -- ablations --------------------------------------------------------------------------------------------------------
@@ -166,17 +193,31 @@ def _show(options: LabOptions, settings: LabSettings, workload: Workload, runs: 
 def _print_ablation(options: LabOptions, settings: LabSettings, workload: Workload, model: SimulatedModel) -> int:
     assert options.ablation is not None
     ablation = ABLATIONS[options.ablation]
-    rows = []
+    pictures = []
     for case in ablation.cases(workload, settings):
         timeline = VirtualRun(case.workload, case.mode, case.settings, model).play()
-        rows.append((case.label, summarise(timeline, case.settings.num_slots)))
+        pictures.append(
+            Picture(
+                name=case.label,
+                explanation=case.mode.explanation,
+                num_slots=case.settings.num_slots,
+                timeline=timeline,
+                summary=summarise(timeline, case.settings.num_slots),
+            )
+        )
+        workload = case.workload
+    title = f"{ablation.explanation}; {workload.name}, {_model_name(options)}, in virtual time"
+    rows = [(picture.name, picture.summary) for picture in pictures]
     if options.as_json:
         print(as_json({"ablation": ablation.name, "runs": rows}))
-        return 0
-    print(f"{ablation.explanation}; {workload.name}, {_model_name(options)}, in virtual time\n")
-    print(as_table(ablation.name, rows, ablation.figures))
-    if ablation.name == "batch-size":
-        print("\n" + _knee_text(rows))
+    else:
+        print(title + "\n")
+        print(as_table(ablation.name, rows, ablation.figures))
+        if ablation.name == "batch-size":
+            print("\n" + _knee_text(rows))
+    if options.out is not None:
+        first = len(pictures) - 2 if ablation.is_in_pairs else 0
+        write_page(options.out / "lab.html", as_page(title, pictures, ablation.figures, number_of_first=first))
     return 0
 
 

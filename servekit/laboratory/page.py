@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from servekit.errors import ConfigError
-from servekit.laboratory.batching import BatchingMode
 from servekit.laboratory.report import COLUMNS, COMPARISON, format_figure
 from servekit.laboratory.summary import Summary
 from servekit.laboratory.timeline import Timeline
@@ -19,16 +20,28 @@ _PAGE, _DATA = "<!-- page -->", "/* data */ null"
 MICROSECONDS = 1e-6
 
 
-def as_page(title: str, runs: list[tuple[BatchingMode, str, Timeline, Summary]], num_slots: int) -> str:
-    """Write a page with one timeline for each run: a lane for each slot, all on the same scale of time.
+class Picture(Struct, frozen=True, kw_only=True):
+    """One run, as the page shows it."""
 
-    The text of each run says how it was played, such as "virtual time".
+    name: str  # of the mode and how it was played, or of the case of an experiment
+    explanation: str
+    num_slots: int
+    timeline: Timeline
+    summary: Summary
+
+
+def as_page(
+    title: str, pictures: Sequence[Picture], figures: Sequence[str] = COMPARISON, *, number_of_first: int = 0
+) -> str:
+    """Write a page with one timeline for each run: a lane for each slot, two runs on the same scale of time.
+
+    `figures` are the fields of Summary in its table. At first it shows one run and, next to it, the last one.
     """
     data = {
         "title": title,
-        "num_slots": num_slots,
-        "figures": [COLUMNS[name][0] for name in COMPARISON],
-        "runs": [_run(*run) for run in runs],
+        "first": number_of_first,
+        "figures": [COLUMNS[name][0] for name in figures],
+        "runs": [_run(picture, figures) for picture in pictures],
     }
     return fill_template(__package__, _TEMPLATE, data)
 
@@ -54,18 +67,20 @@ def write_page(path: Path, text: str) -> None:
     print(f"\nwritten: {path}", file=sys.stderr)
 
 
-def _run(mode: BatchingMode, how: str, timeline: Timeline, summary: Summary) -> dict[str, object]:
-    requests = sorted(timeline.requests.values(), key=lambda request: (request.arrival_s, request.sequence_id))
+def _run(picture: Picture, figures: Sequence[str]) -> dict[str, object]:
+    summary = picture.summary
+    requests = sorted(picture.timeline.requests.values(), key=lambda request: (request.arrival_s, request.sequence_id))
     began_s = requests[0].arrival_s
 
     def after_start(at_s: float) -> int:
         return round((at_s - began_s) / MICROSECONDS)
 
     return {
-        "name": mode.name,
-        "how": how,
-        "explanation": mode.explanation,
-        "figures": [format_figure(name, getattr(summary, name)) for name in COMPARISON],
+        "name": picture.name,
+        "explanation": picture.explanation,
+        "num_slots": picture.num_slots,
+        "tokens_per_s": format_figure("tokens_per_s", summary.tokens_per_s),
+        "figures": [format_figure(name, getattr(summary, name)) for name in figures],
         "duration_us": round(summary.duration_s / MICROSECONDS),
         "requests": [
             {

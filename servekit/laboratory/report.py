@@ -19,6 +19,7 @@ COLUMNS = {  # of the fields of Summary: title and form
     "idle_slot_share": ("idle slots", "share"),
     "unused_memory_share": ("unused KV memory", "share"),
     "cached_prompt_share": ("cached prompt", "share"),
+    "last_token_s": ("last token", "time"),
     "duration_s": ("duration", "time"),
     "num_steps": ("steps", "count"),
 }

@@ -24,6 +24,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     ttft_p99_s: float
     itl_p50_s: float
     itl_p99_s: float
+    last_token_s: float  # from the token before the last one of all, or from the first arrival, to the last one
     idle_slot_share: float  # of the slots' time
     unused_memory_share: float  # of the places in the KV cache that running sequences held
     cached_prompt_share: float  # of the prompts' tokens
@@ -42,6 +43,7 @@ def summarise(timeline: Timeline, num_slots: int) -> Summary:
     duration_s = max(request.ended_s for request in requests) - began_s
     num_tokens = sum(len(request.token_times_s) for request in requests)
     gaps = [later - sooner for request in requests for sooner, later in pairwise(request.token_times_s)]
+    times_s = sorted(at_s for request in requests for at_s in request.token_times_s)
     ttft = [request.token_times_s[0] - request.arrival_s for request in requests]
     busy_s = sum(request.ended_s - _admitted_s(request) for request in requests)
     filled_s = max(map(_admitted_s, requests)) - began_s
@@ -59,6 +61,7 @@ def summarise(timeline: Timeline, num_slots: int) -> Summary:
         ttft_p99_s=percentile(ttft, 0.99),
         itl_p50_s=percentile(gaps, 0.5),
         itl_p99_s=percentile(gaps, 0.99),
+        last_token_s=times_s[-1] - (times_s[-2] if len(times_s) > 1 else began_s),
         idle_slot_share=1.0 - busy_s / (num_slots * duration_s) if duration_s else 0.0,
         unused_memory_share=unused / reserved if reserved else 0.0,
         cached_prompt_share=sum(request.num_cached_tokens for request in requests) / num_prompt_tokens,

@@ -356,7 +356,8 @@ def _cost_text(result: Plan) -> str:
         return (
             "No rate keeps the service level on this device: relax --slo, or take a faster device or a smaller model."
         )
-    text = f"for {cost.rate:.2f} requests/s: {cost.num_replicas:,} replicas, {cost.num_devices:,} devices"
+    replicas, devices = _counted(cost.num_replicas, "replica"), _counted(cost.num_devices, "device")
+    text = f"for {cost.rate:.2f} requests/s: {replicas}, {devices}"
     if cost.per_hour is not None and cost.per_million_output_tokens is not None:
         text += f"; {cost.per_hour:,.2f} an hour, {cost.per_million_output_tokens:,.2f} for a million output tokens"
     if cost.break_even_requests_per_month is not None:
@@ -366,3 +367,7 @@ def _cost_text(result: Plan) -> str:
         else:
             text += f"\nthe API is cheaper: these devices would have to serve {break_even}, and cannot"
     return text
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

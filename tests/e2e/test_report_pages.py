@@ -10,6 +10,10 @@ import pytest
 from playwright.sync_api import Browser
 
 from servekit.cli import main
+from servekit.explaining.page import as_page
+from servekit.requests.time_causes import TimeCause
+from servekit.scheduler.explanation import MAX_INTERVALS, Explanation, Interval
+from servekit.scheduler.sequence import FinishReason
 from tests.servekit.planning.test_model_shape import LLAMA_8B
 from tests.servekit.replaying.services import CONFIG, requests, serve
 from tests.support.browser import chromium, new_page
@@ -20,6 +24,11 @@ POINTED_AT = {
     "replay": ("svg", "happened"),
     "explain": (".lane span", "after"),
 }
+# Texts of pictures that are not wholly inside them.
+CUT_OFF = """[...document.querySelectorAll("svg text")].filter((text) => {
+    const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
+    return box.x < 0 || box.x + box.width > view.width || box.y < 0 || box.y + box.height > view.height;
+}).map((text) => text.textContent)"""
 DRAWN = {"lab": ".answer", "plan": "svg circle", "replay": "svg .replayed", "explain": ".lane span"}
 
 
@@ -32,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     serve(folder / "journal", CONFIG, requests(30, 30.0))
     few = ["--device", "l4", "--requests", "20", "--prompt-tokens", "2000", "--output-tokens", "20"]
     for arguments in (
-        ["lab", "--requests", "16"],
+        ["lab", "--workload", "textbook", "--requests", "64"],  # a number of the axis is at its end
         ["plan", config, *few, "--slo", "ttft:20s,tpot:1s"],
         ["replay", journal, "--num-kv-blocks", "64"],
         ["explain", journal, "7"],
@@ -59,9 +68,36 @@ def test_a_page_is_drawn_in_both_schemes_and_fits_narrow_and_wide_windows(
                 page.locator(DRAWN[name]).nth(1).wait_for(state="attached")  # drawn when the window has a size
                 assert page.title() == page.locator("h1").inner_text() != ""
                 assert page.evaluate("document.documentElement.scrollWidth") <= width
+                assert page.evaluate(CUT_OFF) == []
                 backgrounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
                 if name in POINTED_AT:
                     selector, words = POINTED_AT[name]
                     page.locator(selector).first.hover()
                     assert words in page.locator("#note").inner_text()
     assert backgrounds["light"] != backgrounds["dark"]
+
+
+@pytest.mark.parametrize("number", [3, MAX_INTERVALS])
+def test_the_lane_of_an_explanation_ends_with_its_last_interval(number: int, tmp_path: Path, browser: Browser) -> None:
+    """However many short ones there are before it."""
+    ends_s = [0.001 * (index + 1) for index in range(number - 1)] + [100.0]
+    intervals = [
+        Interval(TimeCause.DECODE if index % 2 else TimeCause.PREFILL, start_s, end_s)
+        for index, (start_s, end_s) in enumerate(zip([0.0, *ends_s], ends_s, strict=False))
+    ]
+    explanation = Explanation(
+        request_id="mine",
+        sequence_id=0,
+        is_finished=True,
+        finish_reason=FinishReason.LENGTH,
+        wall_time_s=ends_s[-1],
+        causes={},
+        intervals=intervals,
+        blocked_s=0.0,
+    )
+    (tmp_path / "explain.html").write_text(as_page("mine", explanation))
+    with new_page(browser, width=400) as page:
+        page.goto((tmp_path / "explain.html").as_uri())
+        lane, last = (page.locator(selector).bounding_box() for selector in ("#lane", "#lane span:last-child"))
+        assert lane is not None and last is not None
+        assert last["x"] + last["width"] <= lane["x"] + lane["width"] and last["width"] > 0.9 * lane["width"]

@@ -56,6 +56,7 @@ def test_the_text_has_causes_and_intervals(journal: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert "sequence 1: 8,500.0 ms, length" in text and "all slots were taken" in text
     assert "max_num_seqs, queue: fcfs" in text and "3 steps, with 0 others" in text
+    assert "1 step, 6 tokens" in text
 
 
 def test_the_page_has_the_picture_and_needs_no_other_file(
@@ -75,3 +76,11 @@ def test_a_sequence_that_is_not_there_is_refused_with_those_that_are(
 ) -> None:
     assert main(["explain", str(journal), "77"]) == 2
     assert "sequences 0 to 2" in capsys.readouterr().err
+
+
+def test_the_id_of_a_request_is_refused_with_where_the_number_of_its_sequence_is(
+    journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(journal), "my-request"])
+    assert ended.value.code == 2 and "take sequence_id of" in capsys.readouterr().err

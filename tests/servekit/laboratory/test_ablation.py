@@ -27,11 +27,23 @@ def test_without_a_kv_cache_the_time_of_an_answer_grows_with_its_square() -> Non
     runs = play("kv-cache", model="sim:prefill=1ms,decode=1ms")
     assert runs["200 tokens, with"].duration_s == pytest.approx((32 + 199) * 1e-3)
     assert runs["200 tokens, without"].duration_s == pytest.approx(sum(range(32, 232)) * 1e-3)
+    assert runs["200 tokens, with"].last_token_s == pytest.approx(1e-3)
+    assert runs["200 tokens, without"].last_token_s == pytest.approx(231e-3)
+
+
+def test_blocks_in_which_no_cache_holds_the_longest_request_are_left_out() -> None:
+    workload = make_workload("chat", 1, 0, 1.0)
+    settings = LabSettings(num_kv_tokens=workload.max_length + 7, max_model_len=workload.max_length)
+    cases = ABLATIONS["block-size"].cases(workload, settings)
+    assert 1 <= len(cases) < 7
+    for case in cases:
+        num_in_blocks = settings.num_kv_tokens // case.settings.block_size * case.settings.block_size
+        assert num_in_blocks >= workload.max_length
 
 
 def test_answers_that_do_not_fit_into_the_context_are_left_out() -> None:
     cases = ABLATIONS["kv-cache"].cases(make_workload("chat", 1, 0, 1.0), LabSettings(max_model_len=100))
-    assert [case.label for case in cases[::2]] == ["1 tokens, with", "25 tokens, with", "50 tokens, with"]
+    assert [case.label for case in cases[::2]] == ["1 token, with", "25 tokens, with", "50 tokens, with"]
 
 
 def test_the_knee_is_the_last_run_if_every_one_gains() -> None:

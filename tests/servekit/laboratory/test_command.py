@@ -41,6 +41,10 @@ def test_json_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
         (["--workload", "mail"], "textbook, chat"),
         (["--model", "demo"], "--real"),
         (["--load", "0"], "--load 0"),
+        (["chunks", "--modes", "static"], "leave --modes out"),
+        (["--kv-tokens", "10"], "--max-model-len"),
+        (["--block-size", "5000"], "smaller blocks"),
+        (["--max-delay-ms", "-1"], "'-1' is below 0\n"),
         (["--max-model-len", "100"], "at least as many"),
         (["--no-paged", "--kv-tokens", "2", "--block-size", "1", "--max-model-len", "1024", "--slots", "0"], "0"),
         (["--out", "/dev/null/x"], "--out"),
@@ -59,8 +63,26 @@ def test_a_wrong_argument_is_refused_in_words(
 def test_the_page_has_all_runs_and_no_address(tmp_path: Path) -> None:
     assert lab(LabOptions(requests=16, out=tmp_path)) == 0
     page = (tmp_path / "lab.html").read_text()
-    assert all(f'"name":"{mode}"' in page for mode in MODES)
+    assert all(f'"name":"{mode}, virtual"' in page for mode in MODES)
     assert "http" not in page.replace("http://www.w3.org/", "").replace("http-equiv", ""), "it needs no other file"
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_the_page_of_an_experiment_has_its_runs_and_the_figures_of_its_table(name: str, tmp_path: Path) -> None:
+    assert lab(LabOptions(ablation=name, requests=16, out=tmp_path)) == 0
+    page = (tmp_path / "lab.html").read_text()
+    data = json.loads(page.partition("const DATA = ")[2].partition(";\n")[0])
+    first, last = (data["runs"][number] for number in (data["first"], -1))
+    assert first["name"] != last["name"] and len(data["runs"]) > 1
+    if name == "kv-cache":
+        assert (first["name"], last["name"]) == ("200 tokens, with", "200 tokens, without")
+    assert all(len(run["figures"]) == len(ABLATIONS[name].figures) == len(data["figures"]) for run in data["runs"])
+    assert all(request["slot"] < run["num_slots"] for run in data["runs"] for request in run["requests"])
+
+
+def test_a_longer_sequence_needs_no_larger_cache_to_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--max-model-len", "5000", "--json", "--requests", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["num_kv_tokens"] == 5000
 
 
 def test_a_real_engine_serves_all_requests_with_the_steps_of_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ def test_figures_are_those_of_two_requests_by_hand() -> None:
     assert summary.duration_s == 5.0 and summary.tokens_per_s == 4 / 5
     assert summary.tokens_per_s_while_waiting == 3 / 4  # until the second one has its slot
     assert (summary.ttft_p50_s, summary.ttft_p99_s) == (1.0, 4.0) and summary.itl_p50_s == 1.0
+    assert summary.last_token_s == 1.0  # from 5 to 6 s
     assert summary.idle_slot_share == pytest.approx(0.5)  # 5 of 10 slot seconds
     assert summary.unused_memory_share == 0.5 and summary.cached_prompt_share == 0.5
 

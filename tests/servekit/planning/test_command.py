@@ -12,6 +12,7 @@ import pytest
 from servekit.cli import main
 from servekit.planning.command import PlanOptions, make_plan
 from servekit.planning.demand import Demand, make_requests
+from servekit.planning.devices import known_devices
 from tests.servekit.planning.test_model_shape import LLAMA_8B
 from tests.servekit.replaying.services import CONFIG, requests, serve
 
@@ -36,6 +37,14 @@ def test_it_prints_memory_steps_latencies_and_cost(config: str, capsys: pytest.C
     text = capsys.readouterr().out
     assert "8.03 billion parameters" in text and "131,072 bytes for each token" in text
     assert all(words in text for words in ("decode, batch of 1", "bound by", "replicas", "an hour", "requests a month"))
+
+
+def test_the_help_names_each_device(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    named = words.partition("--device NAME ")[2].partition(" (default")[0]
+    assert named.replace(" or ", ", ").split(", ") == list(known_devices())
 
 
 def test_json_has_the_same_figures(config: str, capsys: pytest.CaptureFixture[str]) -> None:
