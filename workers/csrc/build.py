@@ -36,7 +36,7 @@ SOURCES = (
 )
 HEADERS = (
     *("kernels.h", "kv_codes.h", "vectors.h", "products.h", "strips.h", "team.h", "tiles.h"),
-    "compact_panels.h",
+    *("compact_panels.h", "online_softmax.h"),
 )
 LANES = 16  # numbers in a vector, as in vectors.h: sizes are multiples of it, or padded to one
 COMPILERS = ("cc", "gcc", "clang")

@@ -1,8 +1,8 @@
 /* Attention over KV pages on a CPU, for any mixture of prompt chunks and single tokens in one step.
 
-   Nothing is gathered. Each key and value is read in place, once for up to eight query rows. The softmax is computed
-   online (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax"). The query heads that share a key
-   head are further query rows of it.
+   Nothing is gathered. Each key and value is read in place, once for up to eight query rows of a decode step, and for 24 or
+   more of a prompt. The softmax is computed online (online_softmax.h). The query heads that share a key head are further
+   query rows of it.
 
    The layout of the pages is the one that the multiplications read: tiles of sixteen tokens of one head,
 
@@ -30,28 +30,25 @@
 
 #include "kernels.h"
 #include "kv_codes.h"
+#include "online_softmax.h"
 #include "products.h"
 
-enum { STRIP_TILES = 4, MAX_ROWS = 8 };
-/* Query rows of a prompt that are computed together. With AVX-512, all sums of six rows and a strip stay in registers. */
+/* A prompt's rows are computed PROMPT_ROWS at a time, all tiles of a strip together if SCORES_STRIPS, so that all sums stay
+   in registers. MAX_PROMPT_ROWS share a strip while it is in the first-level cache. */
 #ifdef __AVX512F__
-enum { MAX_PROMPT_ROWS = 6, SCORES_STRIPS = 1 };
+enum { PROMPT_ROWS = 6, SCORES_STRIPS = 1 };
 #else
-enum { MAX_PROMPT_ROWS = MAX_ROWS, SCORES_STRIPS = 0 };
+enum { PROMPT_ROWS = MAX_ROWS, SCORES_STRIPS = 0 };
 #endif
+enum { MAX_PROMPT_ROWS = 4 * PROMPT_ROWS };
 enum { MAX_DECODE_QUERIES = 16 }; /* a token and its drafts; more of them are a prompt chunk */
+
+/* The vectors of values that are multiplied together by the weights of num_rows rows. Without AVX-512, GCC keeps the sums
+   of more than one in memory, which takes four times as long. */
+static inline int value_vectors(int num_rows) { return !SCORES_STRIPS ? 1 : num_rows <= 6 ? 4 : 2; }
 
 static inline floats multiply_add(floats sum, const scalar *values, packed value) {
     return add_products(sum, load_ints(values), value);
-}
-
-/* Store weights, which are not negative; with AVX512-BF16 in one instruction, where `store` takes several. */
-static inline void store_weights(packed *to, floats weights) {
-#if defined(BFLOAT16) && defined(__AVX512BF16__)
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)weights));
-#else
-    store((scalar *)to, weights);
-#endif
 }
 
 /* The bytes of a tile of keys, or of values, of `dim` dimensions. */
@@ -172,17 +169,17 @@ static void rotate_and_store(const layer_pages *pages, const attention_metadata 
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
-/* The unit of work: up to eight query rows of one key head. If g query heads share a key head, then row i is query head
+/* The unit of work: up to eight query rows of one key head, or MAX_PROMPT_ROWS of a prompt. If g query heads share a key head, then row i is query head
    i % g of that key head, in query i / g. */
 typedef struct {
     const attention_params *params;
     const uint8_t *keys, *values; /* the layer's pages */
     const int32_t *block_table;   /* of the sequence */
     int64_t kv_head;
-    const scalar *query[MAX_ROWS];
-    scalar *output[MAX_ROWS];
-    float sink[MAX_ROWS];
-    int64_t position[MAX_ROWS]; /* ascending */
+    const scalar *query[MAX_PROMPT_ROWS];
+    scalar *output[MAX_PROMPT_ROWS];
+    float sink[MAX_PROMPT_ROWS];
+    int64_t position[MAX_PROMPT_ROWS]; /* ascending */
     int64_t begin, end;         /* the positions that any row sees; begin is the first position of a tile */
     int num_rows;
     int is_decode; /* the sequence has so few queries that it finds few of its keys in a cache */
@@ -231,23 +228,14 @@ static inline void prefetch(const void *line) { __builtin_prefetch(line, 0, 1); 
 
 /* Scores of `num_rows` queries against one tile of keys.
 
-   num_rows is a constant wherever this is inlined, so that the sums stay in registers. `prefetches` is another
-   constant: a prompt chunk reads the same keys many times and mostly finds them in a cache, so it does not prefetch.
-
-   A decode step has two chains of sums, because each sum waits for the one before it. A prompt chunk has one, as
-   score_strip has: how many tiles a strip has depends on where the chunk ends, and the scores must not. */
-static inline __attribute__((always_inline)) void score_tile(floats *scores, const int num_rows, const int prefetches,
-                                                             const uint8_t *tile, const uint8_t *next_tile,
-                                                             const packed *queries, int64_t num_packed) {
+   num_rows is a constant wherever this is inlined, so that the sums stay in registers. There are two chains of sums,
+   because each sum waits for the one before it. */
+static inline __attribute__((always_inline)) void score_tile(floats *scores, const int num_rows, const uint8_t *tile,
+                                                             const uint8_t *next_tile, const packed *queries,
+                                                             int64_t num_packed) {
     const scalar *keys = (const scalar *)tile, *next_keys = (const scalar *)next_tile;
     floats even[MAX_ROWS], odd[MAX_ROWS];
     for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
-    if (!prefetches) {
-        for (int64_t p = 0; p < num_packed; p++, keys += LANES * PACK)
-            for (int r = 0; r < num_rows; r++) even[r] = multiply_add(even[r], keys, queries[r * num_packed + p]);
-        for (int r = 0; r < num_rows; r++) scores[r] = even[r];
-        return;
-    }
     for (int64_t p = 0; p < num_packed; p += 2, keys += 2 * LANES * PACK, next_keys += 2 * LANES * PACK) {
         prefetch(next_keys);
         prefetch(next_keys + LANES * PACK);
@@ -258,46 +246,19 @@ static inline __attribute__((always_inline)) void score_tile(floats *scores, con
     for (int r = 0; r < num_rows; r++) scores[r] = even[r] + odd[r];
 }
 
-/* The same for MAX_PROMPT_ROWS rows and a strip of tiles. A pair of a query is loaded once for all tiles: a processor that
-   starts two multiplications in a cycle does not load a pair for each of them. Not inlined: in the large function around
-   it, GCC does not keep the sums in registers. */
-static __attribute__((noinline)) void score_strip(floats (*scores)[MAX_ROWS], const uint8_t *const *tiles,
-                                                  const packed *queries, int64_t num_packed) {
-    enum { num_rows = MAX_PROMPT_ROWS };
-    floats sum[MAX_ROWS][STRIP_TILES];
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-        for (int t = 0; t < STRIP_TILES; t++) sum[r][t] = (floats){};
-    for (int64_t p = 0; p < num_packed; p++) {
-        ints keys[STRIP_TILES];
-#pragma GCC unroll 4
-        for (int t = 0; t < STRIP_TILES; t++) keys[t] = load_ints((const scalar *)tiles[t] + p * LANES * PACK);
-#pragma GCC unroll 8
-        for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-            for (int t = 0; t < STRIP_TILES; t++)
-                sum[r][t] = add_products(sum[r][t], keys[t], queries[r * num_packed + p]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-        for (int t = 0; t < STRIP_TILES; t++) scores[t][r] = sum[r][t];
-}
-
 /* The same for a tile of codes. queries: [num_rows, dim]. */
-static inline __attribute__((always_inline)) void score_codes(floats *scores, const int num_rows, const int prefetches,
+static inline __attribute__((always_inline)) void score_codes(floats *scores, const int num_rows,
                                                               const uint8_t *tile, const uint8_t *next_tile,
                                                               const scalar *queries, int64_t dim,
                                                               const decoder *decoder) {
     floats even[num_rows], odd[num_rows];
     for (int r = 0; r < num_rows; r++) even[r] = odd[r] = (floats){};
     const floats scales = *(const floats *)tile;
-    if (prefetches) prefetch(next_tile);
+    prefetch(next_tile);
     for (int64_t d = 0; d < dim; d += 4) {
         tile += LINE_BYTES;
         next_tile += LINE_BYTES;
-        if (prefetches) prefetch(next_tile);
+        prefetch(next_tile);
         decoded_pairs pairs[2];
         decode_line(pairs, tile, decoder);
         for (int r = 0; r < num_rows; r++) even[r] = multiply_add_pairs(even[r], pairs[0], queries + r * dim + d);
@@ -311,7 +272,7 @@ static inline __attribute__((always_inline)) void score_codes(floats *scores, co
 static inline __attribute__((always_inline)) void accumulate_values(
     floats *sums, int64_t sums_stride, const int num_rows, const int prefetches, const int width,
     const uint8_t *const *tiles, const uint8_t *const *next_tiles, int num_tiles, int64_t from, int64_t stride,
-    const packed (*weights)[STRIP_TILES][LANES / PACK]) {
+    const tile_weights (*weights)[STRIP_TILES]) {
     floats sum[MAX_ROWS][4];
     for (int r = 0; r < num_rows; r++)
         for (int w = 0; w < width; w++) sum[r][w] = sums[r * sums_stride + w];
@@ -331,8 +292,8 @@ static inline __attribute__((always_inline)) void accumulate_values(
 /* Add `num_tiles` tiles of values times their weights to one vector of each row's sum: to vector `w` of a value's
    dimensions. The weights include the scales of the values. */
 static inline __attribute__((always_inline)) void accumulate_codes(
-    floats *sums, int64_t sums_stride, const int num_rows, const int prefetches, const uint8_t *const *tiles,
-    const uint8_t *const *next_tiles, int num_tiles, int64_t w, const packed (*weights)[STRIP_TILES][LANES / PACK],
+    floats *sums, int64_t sums_stride, const int num_rows, const uint8_t *const *tiles,
+    const uint8_t *const *next_tiles, int num_tiles, int64_t w, const tile_weights (*weights)[STRIP_TILES],
     const decoder *decoder) {
     floats even[num_rows], odd[num_rows];
     for (int r = 0; r < num_rows; r++) {
@@ -342,9 +303,9 @@ static inline __attribute__((always_inline)) void accumulate_codes(
     for (int t = 0; t < num_tiles; t++) {
         const uint8_t *codes = tiles[t] + SCALES_BYTES + w * VECTOR_BYTES;
         const uint8_t *next_codes = next_tiles[t] + SCALES_BYTES + w * VECTOR_BYTES;
-        if (prefetches && w == 0) prefetch(next_tiles[t]);
+        if (w == 0) prefetch(next_tiles[t]);
         for (int token = 0; token < LANES; token += 4, codes += LINE_BYTES, next_codes += LINE_BYTES) {
-            if (prefetches) prefetch(next_codes);
+            prefetch(next_codes);
             decoded_pairs pairs[2];
             decode_line(pairs, codes, decoder);
             for (int r = 0; r < num_rows; r++) {
@@ -357,37 +318,43 @@ static inline __attribute__((always_inline)) void accumulate_codes(
     for (int r = 0; r < num_rows; r++) sums[r * sums_stride] = even[r] + odd[r];
 }
 
-/* cap * tanh(scores / cap), as Gemma 2 caps its scores. */
-static inline floats soft_cap(floats scores, float cap) {
-    floats power = exp_nonpositive(absolute(scores) * (-2.0f / cap));
-    floats size = cap * (1.0f - power) / (1.0f + power);
-    return select_lanes(scores < 0.0f, -size, size);
+/* Copy a query and fill it up with zeros. */
+static inline void copy_query(scalar *to, const scalar *query, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) to[d] = query[d];
+    for (int64_t d = dim; d < round_up_to_lanes(dim); d++) to[d] = 0;
 }
 
-/* Attention of one query group. `next` is the group that this thread computes afterwards, or NULL: its first keys and
-   values are prefetched while the last ones of this group are read. num_rows and prefetches: see score_tile. has_codes
-   is a constant, too: whether the pages hold codes, and not scalars. */
+static inline void finish_row(scalar *output, const floats *sums, floats total, int64_t value_dim) {
+    const float share = 1.0f / sum_of_lanes(total);
+    const int64_t left = value_dim % LANES, num_whole = value_dim / LANES;
+    for (int64_t w = 0; w < num_whole; w++) store(output + w * LANES, sums[w] * share);
+    if (left) {
+        scalar rest[LANES];
+        store(rest, sums[num_whole] * share);
+        memcpy(output + num_whole * LANES, rest, (size_t)left * sizeof(scalar));
+    }
+}
+
+/* Attention of one query group of a decode step, or of any over codes. `next` is the group that this thread computes
+   afterwards, or NULL: its first keys and values are prefetched while the last ones of this group are read. num_rows: see
+   score_tile. has_codes is a constant, too: whether the pages hold codes, and not scalars. */
 static inline __attribute__((always_inline)) void attend_rows(const query_group *group, const query_group *next,
-                                                              const int num_rows, const int prefetches,
-                                                              const int has_codes) {
+                                                              const int num_rows, const int has_codes) {
     const attention_params *params = group->params;
     const decoder decoder = make_decoder(params->page_format == FLOAT8_PAGES);
     const int64_t key_dim = round_up_to_lanes(params->key_dim), value_dim = round_up_to_lanes(params->value_dim);
     const int64_t num_packed = key_dim / PACK, width = value_dim / LANES;
+    const float to_power = to_power_of(params);
     packed queries[num_rows * num_packed];
-    floats sums[num_rows * width], total[num_rows];
-    float max_score[num_rows];
-    memset(queries, 0, sizeof queries);
+    floats sums[num_rows * width];
+    row_softmax softmax[num_rows];
     for (int r = 0; r < num_rows; r++) {
-        scalar *query = (scalar *)(queries + r * num_packed);
-        for (int64_t d = 0; d < params->key_dim; d++) query[d] = group->query[r][d];
+        copy_query((scalar *)(queries + r * num_packed), group->query[r], params->key_dim);
         for (int64_t w = 0; w < width; w++) sums[r * width + w] = (floats){};
-        max_score[r] = group->sink[r];
-        total[r] = (floats){params->sinks ? 1.0f : 0.0f};
+        softmax[r] = begin_softmax(params, group->sink[r]);
     }
     for (int r = 0; next && r < num_rows; r++) /* queries are far apart, so each one would be waited for */
         for (int64_t d = 0; d < params->key_dim; d += 64 / (int64_t)sizeof(scalar)) prefetch(next->query[r] + d);
-    const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t position = group->begin;
     place at = place_of(group, position);
     while (position < group->end) {
@@ -396,109 +363,178 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
         const int num_tiles = find_strip(group, position, at, keys, values);
         const int64_t next_position = position + STRIP_TILES * LANES;
         int num_next = 0;
-        if (prefetches && next_position < group->end)
+        if (next_position < group->end)
             num_next = find_strip(group, next_position, place_of(group, next_position), next_keys, next_values);
-        else if (prefetches && next)
+        else if (next)
             num_next = find_strip(next, next->begin, place_of(next, next->begin), next_keys, next_values);
         for (; num_next < num_tiles; num_next++) { /* nothing left to prefetch: repeat what is in the cache already */
             next_keys[num_next] = keys[num_next];
             next_values[num_next] = values[num_next];
         }
-        const int by_strip = SCORES_STRIPS && !prefetches && !has_codes && num_tiles == STRIP_TILES;
-        if (by_strip) score_strip(scores, keys, queries, num_packed);
         for (int t = 0; t < num_tiles; t++) {
             const int64_t num_tokens = tokens_of_tile(group, at);
-            floats *score = scores[t];
             if (has_codes)
-                score_codes(score, num_rows, prefetches, keys[t], next_keys[t], (const scalar *)queries, key_dim,
-                            &decoder);
-            else if (!by_strip) score_tile(score, num_rows, prefetches, keys[t], next_keys[t], queries, num_packed);
-            for (int r = 0; r < num_rows; r++) {
-                score[r] *= params->scale;
-                if (params->softcap != 0.0f) score[r] = soft_cap(score[r], params->softcap);
-                const int64_t last = group->position[r] - position; /* the last lane that this row sees */
-                const int64_t first = params->window ? last - params->window + 1 : 0;
-                if (last < LANES - 1 || first > 0 || num_tokens < LANES) {
-                    const int32_t upper = (int32_t)(last < num_tokens - 1 ? last : num_tokens - 1);
-                    const int32_t lower = (int32_t)(first < 0 ? 0 : first > LANES ? LANES : first);
-                    score[r] = select_lanes((lanes <= upper) & (lanes >= lower), score[r], (floats){} - INFINITY);
-                }
-            }
+                score_codes(scores[t], num_rows, keys[t], next_keys[t], (const scalar *)queries, key_dim, &decoder);
+            else score_tile(scores[t], num_rows, keys[t], next_keys[t], queries, num_packed);
+            cap_and_mask(scores[t], num_rows, params, position, num_tokens, group->position);
             position += num_tokens;
             at = next_tile(group, at);
         }
-        packed weights[num_rows][STRIP_TILES][LANES / PACK];
-        for (int r = 0; r < num_rows; r++) {
-            floats top = scores[0][r];
-            for (int t = 1; t < num_tiles; t++) top = larger(scores[t][r], top);
-            const float highest = max_of_lanes(top);
-            if (highest > max_score[r]) {
-                const floats decay = exp_nonpositive((floats){} + (max_score[r] - highest));
-                total[r] *= decay;
-                for (int64_t w = 0; w < width; w++) sums[r * width + w] *= decay;
-                max_score[r] = highest;
-            }
-            /* Because of its window, a row may have seen no key yet. Its weights have no effect then, but must be
-               finite. */
-            const float shift = max_score[r] == -INFINITY ? 0.0f : max_score[r];
-            for (int t = 0; t < num_tiles; t++) {
-                floats weight = exp_nonpositive(scores[t][r] - shift);
-                total[r] += weight;
-                if (has_codes) weight *= *(const floats *)values[t]; /* the scales of the tile's tokens */
-                store_weights(weights[r][t], weight);
-            }
-        }
+        tile_weights weights[num_rows][STRIP_TILES];
+        for (int r = 0; r < num_rows; r++)
+            weigh(weights[r], softmax + r, sums + r * width, width, scores, r, num_tiles, to_power,
+                  has_codes ? values : NULL);
         if (has_codes) {
             for (int64_t w = 0; w < width; w++)
-                accumulate_codes(sums + w, width, num_rows, prefetches, values, next_values, num_tiles, w, weights,
-                                 &decoder);
+                accumulate_codes(sums + w, width, num_rows, values, next_values, num_tiles, w, weights, &decoder);
             continue;
         }
         int64_t w = 0;
-        const int wide = num_rows <= 6 ? 4 : 2; /* as many sums as the registers hold */
+        const int wide = value_vectors(num_rows);
         for (; w + wide <= width; w += wide)
-            accumulate_values(sums + w, width, num_rows, prefetches, wide, values, next_values, num_tiles,
+            accumulate_values(sums + w, width, num_rows, 1, wide, values, next_values, num_tiles,
                               w * LANES * PACK, value_dim * PACK, weights);
         for (; w < width; w++)
-            accumulate_values(sums + w, width, num_rows, prefetches, 1, values, next_values, num_tiles,
+            accumulate_values(sums + w, width, num_rows, 1, 1, values, next_values, num_tiles,
                               w * LANES * PACK, value_dim * PACK, weights);
     }
-    for (int r = 0; r < num_rows; r++) {
-        const float share = 1.0f / sum_of_lanes(total[r]);
-        const int64_t left = params->value_dim % LANES, num_whole = params->value_dim / LANES;
-        for (int64_t w = 0; w < num_whole; w++) store(group->output[r] + w * LANES, sums[r * width + w] * share);
-        if (left) {
-            scalar rest[LANES];
-            store(rest, sums[r * width + num_whole] * share);
-            memcpy(group->output[r] + num_whole * LANES, rest, (size_t)left * sizeof(scalar));
-        }
-    }
+    for (int r = 0; r < num_rows; r++)
+        finish_row(group->output[r], sums + r * width, softmax[r].total, params->value_dim);
 }
 
 /* Make the number of rows a constant. Eight rows may be a decode step, with drafts or with a group of eight heads, or a
-   part of a prompt chunk. Over codes, five to seven rows are computed as eight: the last one several times. Each variant
-   takes the compiler half a second. */
+   part of a prompt chunk over codes. Over codes, five to seven rows are computed as eight: the last one several times. Each
+   variant takes the compiler half a second. */
 static inline __attribute__((always_inline)) void attend_group_over(const query_group *group, const query_group *next,
                                                                     const int has_codes) {
-    if (!has_codes && !group->is_decode) {
-        attend_rows(group, next, MAX_PROMPT_ROWS, 0, 0);
-        return;
-    }
     switch (has_codes && group->num_rows > 4 ? MAX_ROWS : group->num_rows) {
-        case 1: attend_rows(group, next, 1, 1, has_codes); break;
-        case 2: attend_rows(group, next, 2, 1, has_codes); break;
-        case 3: attend_rows(group, next, 3, 1, has_codes); break;
-        case 4: attend_rows(group, next, 4, 1, has_codes); break;
-        case 5: if (!has_codes) attend_rows(group, next, 5, 1, 0); break;
-        case 6: if (!has_codes) attend_rows(group, next, 6, 1, 0); break;
-        case 7: if (!has_codes) attend_rows(group, next, 7, 1, 0); break;
+        case 1: attend_rows(group, next, 1, has_codes); break;
+        case 2: attend_rows(group, next, 2, has_codes); break;
+        case 3: attend_rows(group, next, 3, has_codes); break;
+        case 4: attend_rows(group, next, 4, has_codes); break;
+        case 5: if (!has_codes) attend_rows(group, next, 5, 0); break;
+        case 6: if (!has_codes) attend_rows(group, next, 6, 0); break;
+        case 7: if (!has_codes) attend_rows(group, next, 7, 0); break;
         default:
-            attend_rows(group, next, MAX_ROWS, 1, has_codes);
+            attend_rows(group, next, MAX_ROWS, has_codes);
     }
 }
 
+/* Scores of PROMPT_ROWS queries against num_tiles tiles, a constant. A pair of a query is loaded once for all tiles: a
+   processor that starts two multiplications in a cycle does not load a pair for each of them. There is one chain of sums for
+   a score, for any number of tiles: how many a strip has depends on where the chunk ends, and the scores must not. */
+INLINE void score_tiles(floats (*scores)[MAX_ROWS], const int num_tiles, const uint8_t *const *tiles,
+                        const packed *queries, int64_t num_packed) {
+    floats sum[PROMPT_ROWS][STRIP_TILES];
+#pragma GCC unroll 8
+    for (int r = 0; r < PROMPT_ROWS; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < num_tiles; t++) sum[r][t] = (floats){};
+    for (int64_t p = 0; p < num_packed; p++) {
+        ints keys[STRIP_TILES];
+#pragma GCC unroll 4
+        for (int t = 0; t < num_tiles; t++) keys[t] = load_ints((const scalar *)tiles[t] + p * LANES * PACK);
+#pragma GCC unroll 8
+        for (int r = 0; r < PROMPT_ROWS; r++)
+#pragma GCC unroll 4
+            for (int t = 0; t < num_tiles; t++)
+                sum[r][t] = add_products(sum[r][t], keys[t], queries[r * num_packed + p]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < PROMPT_ROWS; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < num_tiles; t++) scores[t][r] = sum[r][t];
+}
+
+/* Not inlined, like the two functions below: in a large function GCC does not keep all sums in registers. */
+#define SCORE_TILES(num_tiles)                                                                                         \
+    static __attribute__((noinline)) void score_##num_tiles(floats (*scores)[MAX_ROWS], const uint8_t *const *tiles,   \
+                                                            const packed *queries, int64_t num_packed) {               \
+        score_tiles(scores, num_tiles, tiles, queries, num_packed);                                                    \
+    }
+SCORE_TILES(1)
+SCORE_TILES(2)
+SCORE_TILES(3)
+SCORE_TILES(4)
+
+static void score_strip(floats (*scores)[MAX_ROWS], int num_tiles, const uint8_t *const *tiles, const packed *queries,
+                        int64_t num_packed) {
+    if (!SCORES_STRIPS) for (int t = 0; t < num_tiles; t++) score_1(scores + t, tiles + t, queries, num_packed);
+    else if (num_tiles == 4) score_4(scores, tiles, queries, num_packed);
+    else if (num_tiles == 3) score_3(scores, tiles, queries, num_packed);
+    else if (num_tiles == 2) score_2(scores, tiles, queries, num_packed);
+    else score_1(scores, tiles, queries, num_packed);
+}
+
+static __attribute__((noinline)) void weigh_strip(tile_weights (*weights)[STRIP_TILES], row_softmax *softmax,
+                                                  floats *sums, int64_t width, const floats (*scores)[MAX_ROWS],
+                                                  int num_tiles, float to_power) {
+    if (num_tiles == STRIP_TILES) /* most strips are whole: their loop is unrolled */
+        for (int r = 0; r < PROMPT_ROWS; r++)
+            weigh(weights[r], softmax + r, sums + r * width, width, scores, r, STRIP_TILES, to_power, NULL);
+    else
+        for (int r = 0; r < PROMPT_ROWS; r++)
+            weigh(weights[r], softmax + r, sums + r * width, width, scores, r, num_tiles, to_power, NULL);
+}
+
+static __attribute__((noinline)) void add_values(floats *sums, int64_t width, const uint8_t *const *values,
+                                                 int num_tiles, const tile_weights (*weights)[STRIP_TILES]) {
+    const int64_t stride = width * LANES * PACK;
+    const int wide = value_vectors(PROMPT_ROWS);
+    int64_t w = 0;
+    for (; w + wide <= width; w += wide)
+        accumulate_values(sums + w, width, PROMPT_ROWS, 0, wide, values, values, num_tiles, w * LANES * PACK, stride,
+                          weights);
+    for (; w < width; w++)
+        accumulate_values(sums + w, width, PROMPT_ROWS, 0, 1, values, values, num_tiles, w * LANES * PACK, stride,
+                          weights);
+}
+
+/* Attention of a query group of a prompt chunk. Each strip of keys and values is read by all rows, a few at a time, before
+   the next one is: from the first-level cache but for the first time. */
+static void attend_prompt(const query_group *group) {
+    const attention_params *params = group->params;
+    const int64_t num_packed = round_up_to_lanes(params->key_dim) / PACK;
+    const int64_t width = round_up_to_lanes(params->value_dim) / LANES;
+    const float to_power = to_power_of(params);
+    const int num_rows = (group->num_rows + PROMPT_ROWS - 1) / PROMPT_ROWS * PROMPT_ROWS;
+    packed queries[num_rows * num_packed];
+    floats sums[num_rows * width];
+    row_softmax softmax[num_rows];
+    for (int r = 0; r < num_rows; r++) {
+        copy_query((scalar *)(queries + r * num_packed), group->query[r], params->key_dim);
+        for (int64_t w = 0; w < width; w++) sums[r * width + w] = (floats){};
+        softmax[r] = begin_softmax(params, group->sink[r]);
+    }
+    place at = place_of(group, group->begin);
+    for (int64_t position = group->begin; position < group->end;) {
+        const uint8_t *keys[STRIP_TILES], *values[STRIP_TILES];
+        int64_t starts[STRIP_TILES], num_tokens[STRIP_TILES];
+        const int num_tiles = find_strip(group, position, at, keys, values);
+        for (int t = 0; t < num_tiles; t++, at = next_tile(group, at)) {
+            starts[t] = position;
+            position += num_tokens[t] = tokens_of_tile(group, at);
+        }
+        for (int first = 0; first < num_rows; first += PROMPT_ROWS) {
+            const int64_t *positions = group->position + first;
+            if (positions[PROMPT_ROWS - 1] < starts[0]) continue; /* they see none of these keys */
+            floats scores[STRIP_TILES][MAX_ROWS];
+            tile_weights weights[PROMPT_ROWS][STRIP_TILES];
+            score_strip(scores, num_tiles, keys, queries + first * num_packed, num_packed);
+            for (int t = 0; t < num_tiles; t++)
+                cap_and_mask(scores[t], PROMPT_ROWS, params, starts[t], num_tokens[t], positions);
+            weigh_strip(weights, softmax + first, sums + first * width, width, scores, num_tiles, to_power);
+            add_values(sums + first * width, width, values, num_tiles, weights);
+        }
+    }
+    for (int r = 0; r < group->num_rows; r++)
+        finish_row(group->output[r], sums + r * width, softmax[r].total, params->value_dim);
+}
+
 static void attend_group(const query_group *group, const query_group *next) {
-    if (group->params->page_format == PLAIN_PAGES) attend_group_over(group, next, 0);
+    const int is_plain = group->params->page_format == PLAIN_PAGES;
+    if (is_plain && !group->is_decode) attend_prompt(group);
+    else if (is_plain) attend_group_over(group, next, 0);
     else attend_group_over(group, next, 1);
 }
 
@@ -541,7 +577,7 @@ static void make_group(query_group *group, const attention_step *step, int64_t n
     const int64_t left = num_queries * group_size - first_row;
     group->block_table = metadata->block_table + sequence * metadata->table_width;
     group->num_rows = (int)(left < max_rows ? left : max_rows);
-    for (int i = 0; i < MAX_ROWS; i++) { /* rows that do not exist are the last one again */
+    for (int i = 0; i < max_rows; i++) { /* rows that do not exist are the last one again */
         const int64_t row = first_row + (i < group->num_rows ? i : group->num_rows - 1);
         const int64_t query = row / group_size, head = group->kv_head * group_size + row % group_size;
         group->query[i] = step->queries + (start + query) * step->query_stride + head * params->key_dim;

@@ -95,22 +95,41 @@ static inline floats larger(floats x, floats y) {
 #endif
 }
 
-/* e^x for x <= 0, with a relative error below 4e-6 (2e-7 near 0). 2^n is written into the exponent's bits, and a
-   polynomial gives the rest. Below e^-87.3 the result is exactly 0. Masked keys need that: any other weight, times a
-   large value, would contribute to the sum. */
-static inline floats exp_nonpositive(floats x) {
-    x *= 1.44269504f;
+/* 2^x for x <= 0, or above by no more than a rounding. A polynomial gives the power of the part of x between whole
+   numbers, with a relative error below 1e-7; in bfloat16, which has eight bits, below 3e-6. Below 2^-126 the result is
+   exactly 0. Masked keys need that: any other weight, times a large value, would contribute to the sum. */
+static inline floats exp2_nonpositive(floats x) {
+#ifdef __AVX512F__
+    const floats whole = (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     x = larger((floats){} - 127.0f, x); /* the exponent's bits of 2^-127 are 0 */
-    ints whole = __builtin_convertvector(x - 0.5f, ints);  /* rounds towards zero: the integer nearest to x */
-    floats part = x - __builtin_convertvector(whole, floats);
-    floats value = part * 1.5403530e-4f + 1.3333558e-3f;
-    value = value * part + 9.6181291e-3f;
-    value = value * part + 5.5504109e-2f;
-    value = value * part + 2.4022651e-1f;
-    value = value * part + 6.9314718e-1f;
-    value = value * part + 1.0f;
-    return value * (floats)((whole + 127) << 23);
+    const ints nearest = __builtin_convertvector(x - 0.5f, ints); /* rounds towards zero */
+    const floats whole = __builtin_convertvector(nearest, floats);
+#endif
+    const floats part = x - whole;
+#ifdef BFLOAT16
+    floats power = part * 9.582853e-3f + 5.5906425e-2f;
+    power = power * part + 2.4024099e-1f;
+    power = power * part + 6.9312419e-1f;
+#else
+    floats power = part * 1.3264727e-3f + 9.6715127e-3f;
+    power = power * part + 5.5507337e-2f;
+    power = power * part + 2.4022242e-1f;
+    power = power * part + 6.9314698e-1f;
+#endif
+    power = power * part + 1.0f;
+#ifdef __AVX512F__
+    const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    return (floats)_mm512_maskz_scalef_ps(is_normal, (__m512)power, (__m512)whole);
+#else
+    return power * (floats)((nearest + 127) << 23);
+#endif
 }
+
+static const float LOG2_E = 1.44269504f;
+
+/* e^x for x <= 0. */
+static inline floats exp_nonpositive(floats x) { return exp2_nonpositive(x * LOG2_E); }
 
 static inline floats absolute(floats x) { return (floats)((ints)x & 0x7fffffff); }
 
@@ -124,6 +143,15 @@ static inline float max_of_lanes(floats x) {
     x = larger(x, PERMUTE(x, SWAP_FOURS));
     x = larger(x, PERMUTE(x, SWAP_TWOS));
     return x[0] > x[1] ? x[0] : x[1];
+}
+
+/* Whether any lane is above `limit`. */
+static inline int any_above(floats x, float limit) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    return max_of_lanes(x) > limit;
+#endif
 }
 
 static inline float sum_of_lanes(floats x) {
