@@ -165,6 +165,25 @@ def test_large_scores_neither_overflow_nor_vanish(backend: Backend) -> None:
     Case(backend, params=AttentionParams(40.0)).assert_right(factor=20)
 
 
+class LongPrompts(Case):
+    """Prompts of several strips of 64 keys, some of them in two chunks."""
+
+    STEPS = ((1, 140, 64, 0, 5), (2, 310, 65, 200, 6))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("num_groups", [1, 3, 12])
+@pytest.mark.parametrize("rise", [0.0, 0.02, -0.02])
+def test_scores_may_rise_or_fall_along_a_prompt(
+    backend: Backend, rise: float, num_groups: int, window: int | None
+) -> None:
+    case = LongPrompts(backend, num_groups=num_groups, params=AttentionParams(0.2, window))
+    for queries, keys, _ in case.sequences:
+        queries += 1.0  # so the score of the key at position p is higher by 0.2 * 64 * rise * p
+        keys += rise * torch.arange(len(keys))[:, None, None]
+    case.assert_right(factor=20 if rise else 1)  # as above: scores of up to 80
+
+
 def test_transformers_interface_gives_the_same(backend: Backend) -> None:
     sinks = torch.linspace(-1, 1, 6).to(backend[1])
     case = Case(backend, params=AttentionParams(64**-0.5, 9, 4.0, sinks))
