@@ -85,6 +85,10 @@ MAX_COST = 4.0
 # those that end with most of their prompts not charged yet still pay for these.
 LARGEST_DEBT = 4 * MAX_DEBT
 
+# While a step with drafts that is expected to take at least this long is in flight, the next step is not sent, so that
+# it has the requests that arrive meanwhile. The device then idles until the server has sent it: mostly 0.3 ms.
+MIN_AWAITED_S = 8e-3
+
 
 def level_of(acceptance: float) -> int:
     """The level of an acceptance between 0 and 1."""
@@ -233,6 +237,19 @@ class DraftLengths:
             for index in islice(drafting, MAX_EXPLORING):
                 num_drafts[index] += 1
         return num_drafts
+
+    def is_awaited(self, step: Step, position_s: float) -> bool:
+        """Whether the next step should not be planned before this one, the newest, has its result.
+
+        Drafts make steps longer. With another step in flight, a request that arrives would wait for two of them. It
+        does not matter for a sequence alone, because its client mostly waits for its end.
+        """
+        if not (self.is_worthwhile and step.num_drafts) or step.num_decodes < 2:
+            return False
+        num_drafts, num_rounds = sum(step.num_drafts.values()), max(step.num_drafts.values())
+        model_s = self.times.seconds_of(step.num_decodes + num_drafts, position_s)
+        rounds_s = num_rounds * self.round_times.seconds_of(-(-num_drafts // num_rounds))
+        return model_s + rounds_s >= MIN_AWAITED_S
 
     def _waited_per_token(self, num_sequences: int, mean_answer_tokens: float) -> float:
         """The steps that a sequence waits for each of its tokens, because it waits at its arrival where others run."""

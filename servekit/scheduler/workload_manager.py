@@ -296,6 +296,8 @@ class WorkloadManager:
         has_suspects = bool(self.quarantine)
         if len(self._in_flight) >= (1 if has_suspects else self.config.max_steps_in_flight):
             return None
+        if self._in_flight and self.draft_lengths.is_awaited(self._in_flight[-1], self._position_s):
+            return None
         assert self.next_deadline_s > now_s, "expired work is never computed: `expire` comes before `plan`"
         while self._leaders_ready:
             leader = self._leaders_ready.pop()
@@ -663,13 +665,17 @@ class WorkloadManager:
         self.waiting_queue.charge(sequence, num_tokens)
         self.kv_cache.publish(sequence)
 
+    @property
+    def _position_s(self) -> float:
+        """What a position beyond those of the steps that were measured is expected to take, in seconds."""
+        return self.prefill_limiter.step_times.prefill_s
+
     def _schedule_drafts(self, step: Step) -> None:
         """Add drafts to the decodes of a step, as far as it has tokens left and blocks are available."""
         decodes = step.sampled[: step.num_decodes]
         sequences = [sequence for sequence, _ in decodes]
-        position_s = self.prefill_limiter.step_times.prefill_s
         wanted = self.draft_lengths.choose(
-            sequences, step.step_id, position_s, step.num_prefill_tokens, self.output_lengths.mean_length or inf
+            sequences, step.step_id, self._position_s, step.num_prefill_tokens, self.output_lengths.mean_length or inf
         )
         for index, num_wanted in enumerate(wanted):
             sequence = sequences[index]
@@ -737,8 +743,8 @@ class WorkloadManager:
         if step.num_drafts:
             self._settle_drafts(step)
         if self.config.max_drafts:
-            position_s, mean_length = self.prefill_limiter.step_times.prefill_s, self.output_lengths.mean_length
-            self.draft_lengths.observe(step, step_time_s, position_s, mean_length or inf)
+            mean_length = self.output_lengths.mean_length or inf
+            self.draft_lengths.observe(step, step_time_s, self._position_s, mean_length)
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         sampled = by_token(step.sampled, result.counts)
         for (sequence, incarnation), token_id, of_token in zip(sampled, result.token_ids, logprobs, strict=True):
@@ -757,15 +763,16 @@ class WorkloadManager:
             tokens.append(SequenceToken(sequence, token_id, reason, of_token))
 
     def _settle_times(self, step: Step, now_s: float) -> float:
-        """Learn from the time of a step that is done now, and return it."""
+        """Learn from the time of a step that is done now, and return what it took of its sequences' time."""
         # From when the worker could begin with it: when it was sent, or when the step before it was done.
-        began_s = max(step.planned_s, self._last_commit_s)
-        step_time_s = now_s - began_s
+        before_s, began_s = self._last_commit_s, max(step.planned_s, self._last_commit_s)
         if not step.loads:  # what they take says nothing of other steps
-            self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, step_time_s)
+            self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, now_s - began_s)
         self._last_commit_s = self.log.now_s = now_s
         self._record(step, began_s)
-        return step_time_s
+        # A step that continues answers and was sent while none was in flight awaited the result before it. So the time
+        # until it was sent was lost because of that.
+        return now_s - (before_s if step.num_decodes else began_s)
 
     def _settle_transfers(self, step: Step) -> None:
         """Compute the sequences again for which a step could not load a block, before its tokens are appended.

@@ -353,6 +353,7 @@ class EagerDraftLengths(DraftLengths):
         num_prefill_tokens: int = 0,
         mean_answer_tokens: float = inf,
     ) -> list[int]:
+        self.num_paying = len(sequences)  # so the results of long steps are awaited, as with the real one
         return [sequence.max_drafts for sequence in sequences]
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
+from statistics import fmean
 
 from servekit.protocol.messages import StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class Device:
     row_s: float = 0.0
     computed_s: float = 0.0
     cold_s: float = 0.0  # of the first steps with drafts
+    idle_s: float = 0.0  # until the device has a step that was planned while none was in flight
 
     def model_s(self, num_positions: int) -> float:
         """The model's time, in seconds."""
@@ -93,6 +95,7 @@ class Played:
     num_drafted: int
     num_steps: int
     drafting: list[bool]  # whether each step had drafts
+    ttft_s: float  # the mean time to the first token, behind the first tokens
 
 
 def play(
@@ -137,6 +140,8 @@ def play(
         manager.draft_lengths = lengths
     drafter, deviation = _Drafter(device), sqrt(log(1.0 + noise**2))  # of the factor's logarithm
     next_id, now_s, free_s, spent_s, began_s, num_answered = 0, 0.0, 0.0, 0.0, 0.0, 0
+    arrivals_s: dict[int, float] = {}  # of sequences without a token, by id
+    ttfts_s: list[float] = []
     num_running = num_left = 0  # requests that are being answered, and those of the round that were not asked yet
     drafting: list[bool] = []
     in_flight: deque[tuple[float, StepPlan, dict[int, int], float, float, float]] = deque()
@@ -147,6 +152,7 @@ def play(
         sampling = SamplingParams(max_tokens=answers.choice(answer_tokens), ignore_eos=True)
         prompt = (5,) * prompt_tokens
         manager.add(AddSequence(sequence_id=next_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=now_s))
+        arrivals_s[next_id] = now_s
         next_id += 1
 
     def begin() -> None:
@@ -163,8 +169,9 @@ def play(
             factor = noises.lognormvariate(-(deviation**2) / 2, deviation) if noise else 1.0
             factor *= 3.0 if noise and noises.random() < 0.01 else 1.0
             step_s = device.model_s(num_positions) + rounds_s + prompts_s
-            free_s = max(now_s, free_s) + factor * step_s
-            in_flight.append((free_s, plan, made, step_s, factor * rounds_s, factor * prompts_s))
+            idle_s = 0.0 if in_flight else device.idle_s
+            free_s = max(now_s, free_s) + idle_s + factor * step_s
+            in_flight.append((free_s, plan, made, idle_s + step_s, factor * rounds_s, factor * prompts_s))
         now_s, plan, made, step_s, rounds_s, prompts_s = in_flight.popleft()
         spent_s += step_s
         drafting.append(any(made.values()))
@@ -189,6 +196,9 @@ def play(
         )
         for token in manager.commit(result, now_s):
             num_answered += 1
+            arrival_s = arrivals_s.pop(token.sequence.sequence_id, None)
+            if arrival_s is not None and num_answered > first_tokens:
+                ttfts_s.append(now_s - arrival_s)
             if num_answered == first_tokens:
                 began_s = spent_s
             if token.finish_reason is not None:
@@ -201,4 +211,5 @@ def play(
         if not num_running:
             begin()
     num_drafted = 0 if lengths is None else sum(lengths.num_drafted)
-    return Played((num_answered - first_tokens) / (spent_s - began_s), num_drafted, len(drafting), drafting)
+    tokens_per_s = (num_answered - first_tokens) / (spent_s - began_s)
+    return Played(tokens_per_s, num_drafted, len(drafting), drafting, fmean(ttfts_s))

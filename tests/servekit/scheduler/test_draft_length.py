@@ -420,6 +420,29 @@ def test_the_steps_that_a_sequence_waits_for_are_those_in_flight_and_its_prompts
     assert found[0] > found[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("step_s", "round_s", "num_drafts", "num_decodes", "is_worthwhile", "is_awaited"),
+    [
+        (9e-3, 0.0, 3, 2, True, True),
+        (7e-3, 0.0, 3, 2, True, False),
+        (7e-3, 0.5e-3, 3, 2, True, True),  # three rounds of the drafter
+        (7e-3, 0.5e-3, 1, 2, True, False),
+        (9e-3, 0.0, 3, 1, True, False),  # one alone
+        (9e-3, 0.0, 0, 2, True, False),  # without drafts
+        (9e-3, 0.0, 3, 2, False, False),  # a trial
+    ],
+)
+def test_the_result_of_a_long_step_with_drafts_of_several_sequences_is_awaited(
+    step_s: float, round_s: float, num_drafts: int, num_decodes: int, is_worthwhile: bool, is_awaited: bool
+) -> None:
+    lengths = make_lengths(4)
+    lengths.times.observe(num_decodes + num_drafts, step_s)
+    lengths.round_times.observe(1, round_s)
+    lengths.num_paying = num_decodes if is_worthwhile else 0
+    step = Step(PLAIN, 0.0, 0, num_decodes=num_decodes, num_drafts={0: num_drafts} if num_drafts else {})
+    assert lengths.is_awaited(step, 0.0) == is_awaited
+
+
 def test_the_first_sequences_show_the_most() -> None:
     lengths = make_lengths(4)
     for _ in range(3):

@@ -12,7 +12,7 @@ from statistics import mean
 import pytest
 
 from servekit.scheduler.draft_length import MIN_GAIN_TO_BEGIN, DraftLengths
-from tests.support.closed_loop import MAX_DRAFTS, Device, play
+from tests.support.closed_loop import MAX_DRAFTS, Device, Played, play
 from tests.support.drafters import FixedDraftLengths
 
 DEVICES = {
@@ -124,6 +124,35 @@ def test_drafts_cost_next_to_nothing_where_steps_vary(device: str, num_clients: 
             for lengths in (None, DraftLengths(MAX_DRAFTS))
         )
         assert found > LEAST * plain, f"{acceptance}: {found / plain:.3f} of the tokens without drafts"
+
+
+# On these, steps with drafts are long enough to be awaited.
+LONG_STEPS = {
+    "limited by memory": Device(20e-3, 64, 0.1e-3, idle_s=0.4e-3),
+    "limited by arithmetic": Device(10e-3, 8, 0.3e-3, idle_s=0.4e-3),
+}
+
+
+@pytest.mark.parametrize("num_clients", [4, 8])
+@pytest.mark.parametrize("device", LONG_STEPS)
+def test_where_steps_are_long_a_first_token_comes_as_soon_as_without_drafts(device: str, num_clients: int) -> None:
+    """Drafts make steps longer. So a request would wait longer for two steps with drafts than for two without."""
+
+    def play_with(lengths: DraftLengths | None) -> Played:
+        num_tokens, first_tokens = 1_000 * num_clients, FIRST_STEPS * num_clients
+        return play(
+            LONG_STEPS[device],
+            num_clients,
+            0.9,
+            lengths,
+            num_tokens=num_tokens,
+            first_tokens=first_tokens,
+            max_drafts=7,
+        )
+
+    plain, found = play_with(None), play_with(DraftLengths(7))
+    assert found.ttft_s < 1.1 * plain.ttft_s, f"{found.ttft_s / plain.ttft_s:.2f} of the time without drafts"
+    assert found.tokens_per_s > LEAST * plain.tokens_per_s and found.num_drafted > 0
 
 
 def steps_until_drafts(drafting: list[bool], first: int = 0) -> int:

@@ -11,6 +11,7 @@ from servekit.errors import WorkerLost
 from servekit.protocol.messages import ScheduledChunk, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.scheduler.commands import AddSequence, Finish
+from servekit.scheduler.draft_length import NUM_FIRST_TRIALS
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -66,6 +67,35 @@ class Driver:
 
 def chunks_of(driver: Driver) -> list[ScheduledChunk]:
     return [chunk for plan in driver.sent for chunk in plan.chunks]
+
+
+def test_a_request_that_comes_during_a_long_step_with_drafts_is_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the time until the next step is sent counts as a part of it, because waiting for the result has cost it."""
+    manager = make_manager(max_drafts=2, max_steps_in_flight=2, num_blocks=24)
+    driver, lengths = Driver(manager), manager.draft_lengths
+    for number in range(2):
+        add_sequence(manager, number, max_tokens=40)
+    driver.plan()
+    while not manager.steps_in_flight[-1].num_drafts:
+        manager.commit(driver.execute(ALL_RIGHT), 0.0)
+        for num_positions in range(1, 9):
+            lengths.times.observe(num_positions, 10e-3)
+        lengths.round_times.observe(1, 0.0)
+        lengths.num_explored, lengths.num_paying = NUM_FIRST_TRIALS, 2
+        driver.plan()
+    add_sequence(manager, 2, max_tokens=4)
+    while manager.num_in_flight > 1:
+        manager.commit(driver.worker.execute(driver.plans.pop(0), (), ALL_RIGHT), 0.0)
+    assert manager.plan(1e-3) is None, "two steps may be in flight, but this one is awaited"
+    manager.commit(driver.worker.execute(driver.plans.pop(0), (), ALL_RIGHT), 10e-3)
+    observed: list[float] = []
+    monkeypatch.setattr(lengths, "observe", lambda step, seconds, *_: observed.append(seconds))
+    plan = manager.plan(11e-3)
+    assert plan is not None and manager.steps_in_flight[-1].num_prefill_tokens == 5
+    manager.commit(driver.worker.execute(plan, (), ALL_RIGHT), 19e-3)
+    assert observed == [pytest.approx(9e-3)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
