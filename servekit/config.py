@@ -183,7 +183,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ge=1,
             le=2**30,
             description="maximum pixels of an image for a classifier, and of a batch of them; larger images are "
-            "refused, and requests of more than 16 times as many in all",
+            "refused, and requests of more than 4 times as many in all; 32 times as many may wait",
         ),
     ] = 2**25
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block")] = 16

@@ -10,11 +10,15 @@ from collections import Counter, deque
 class RoundRobinSemaphore:
     """A number of places. Tenants get them in turns, and the tasks of one tenant in the order in which they came.
 
-    One tenant holds at most `max_per_tenant` places (by default all of them). The rest stays free for other tenants.
+    One tenant holds at most `max_per_tenant` places (by default all of them). The rest stays free for other tenants. If
+    `nameless_may_hold_all` is set, this is not so for requests without an API key, beside which there are no others.
     """
 
-    def __init__(self, capacity: int, max_per_tenant: int | None = None) -> None:
+    def __init__(
+        self, capacity: int, max_per_tenant: int | None = None, *, nameless_may_hold_all: bool = False
+    ) -> None:
         self._capacity = capacity
+        self._nameless_may_hold_all = nameless_may_hold_all
         self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
         self._held = Counter[str]()  # places of each tenant
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
@@ -60,7 +64,7 @@ class RoundRobinSemaphore:
                 return
 
     def _may_hold_more(self, tenant: str) -> bool:
-        return self._held[tenant] < self._max_per_tenant
+        return self._held[tenant] < self._max_per_tenant or (self._nameless_may_hold_all and tenant == "")
 
     def _stop_waiting(self, tenant: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(tenant, deque())

@@ -152,7 +152,7 @@ async def stop(app: Starlette) -> None:
     """End it, before the engine stops. What batches have not answered is left for the next start."""
     if app.state.batch_runner is not None:
         await app.state.batch_runner.stop()
-        app.state.batch_storage.stop()
+        await app.state.batch_storage.stop()
     if app.state.mirroring is not None:
         await app.state.mirroring.stop()
     await app.state.body_decoder.stop()

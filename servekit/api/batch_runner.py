@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message
 from servekit.aio.round_robin_executor import RoundRobinExecutor
 from servekit.aio.round_robin_semaphore import RoundRobinSemaphore
 from servekit.api.auth.keys import Keyring
-from servekit.api.batch_storage import BatchStorage
+from servekit.api.batch_storage import SERVER, BatchStorage
 from servekit.api.inner_request import answer_inner_request
 from servekit.api.schemas.json_body import encode
 from servekit.batches.lines import LineReader, RequestLine, check_lines
@@ -171,14 +171,14 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         storage, store, now_s = self._storage, self._store, self._storage.now_s()
-        await storage.call(store.sweep_uploads, now_s - UPLOAD_MAX_AGE_S)
-        while await storage.call(store.delete_expired, now_s, now_s - self._service.config.batch_retention):
+        await storage.call(SERVER, store.sweep_uploads, now_s - UPLOAD_MAX_AGE_S)
+        while await storage.call(SERVER, store.delete_expired, now_s, now_s - self._service.config.batch_retention):
             pass
 
     async def _look(self) -> None:
         """Give each open batch the work that its state asks for, and stop work that it does not ask for any more."""
         self._left.clear()
-        batches = await self._storage.call(self._store.open_batches)
+        batches = await self._storage.call(SERVER, self._store.open_batches)
         await self._stop_work([batch_id for batch_id in self._work if batch_id not in {each.id for each in batches}])
         await self._note_full_tenants({batch.tenant for batch in batches})
         keys = {key.digest.hex(): key.tenant for key in self._keyring.keys} or {"": ""}
@@ -266,13 +266,13 @@ class BatchRunner:
             num_lines, errors = 0, [_missing(batch)]
         except OSError as error:
             raise self._store.failure(error) from None
-        await self._storage.call(self._store.begin, batch.id, num_lines, errors, self._storage.now_s())
+        await self._storage.call(batch.tenant, self._store.begin, batch.id, num_lines, errors, self._storage.now_s())
         state = f"fails: {errors[0].code}" if errors else f"begins, with {num_lines} requests"
         log.info("batch %s %s", batch.id, state, extra=fields(tenant=batch.tenant))
 
     async def _answer_lines(self, batch: BatchRecord) -> None:
         """Answer all lines that have no answer, and end the batch."""
-        answered = await self._storage.call(self._store.answered_lines, batch.id)
+        answered = await self._storage.call(batch.tenant, self._store.answered_lines, batch.id)
         try:
             opened = await self._open(batch, answered)
         except FileNotFoundError:
@@ -286,19 +286,19 @@ class BatchRunner:
                         await open_lines.acquire()
                         task = group.create_task(self._answer(batch, number, line))
                         task.add_done_callback(lambda _: open_lines.release())
-        await self._storage.call(self._store.finalize, batch.id, self._storage.now_s())
+        await self._storage.call(batch.tenant, self._store.finalize, batch.id, self._storage.now_s())
         await self._end(batch, "completed")
 
     async def _end_early(self, batch: BatchRecord, end: End) -> None:
         """End a batch, with an error for each line that has no answer."""
         code, message = _UNFINISHED[end]
-        answered = await self._storage.call(self._store.answered_lines, batch.id)
+        answered = await self._storage.call(batch.tenant, self._store.answered_lines, batch.id)
         # Its file was checked, and is still in the folder.
         if batch.num_lines and self._store.path_of(batch.input_file_id).exists():
             with await self._open(batch, answered) as reader:
                 while lines := await self._read_thread.run(batch.tenant, reader.read):
                     results = [_result(batch, number, line, None, _Unanswered(code, message)) for number, line in lines]
-                    await self._storage.call(self._store.add_results, results)
+                    await self._storage.call(batch.tenant, self._store.add_results, results)
         await self._end(batch, end)
 
     async def _open(self, batch: BatchRecord, answered: set[int]) -> LineReader:
@@ -326,7 +326,9 @@ class BatchRunner:
     async def _end(self, batch: BatchRecord, end: End, errors: Sequence[LineError] = ()) -> None:
         file_ids = new_file_id(), new_file_id()
         now_s, expire_s = self._storage.now_s(), self._storage.files_expire_s
-        ended = await self._storage.call(self._store.end, batch.id, end, file_ids, expire_s, now_s, errors)
+        ended = await self._storage.call(
+            batch.tenant, self._store.end, batch.id, end, file_ids, expire_s, now_s, errors
+        )
         if ended is not None:
             counts = f"{ended.num_completed} of {ended.num_lines} requests completed, {ended.num_failed} failed"
             log.info("batch %s %s: %s", batch.id, ended.status, counts, extra=fields(tenant=batch.tenant))
@@ -482,7 +484,7 @@ class _ResultWriter:
         while self._pending:
             group, self._pending = self._pending, []
             try:
-                await self._storage.call(self._storage.store.add_results, [result for result, _ in group])
+                await self._storage.call(SERVER, self._storage.store.add_results, [result for result, _ in group])
             except StorageFailed as error:
                 log.error("answers of batches: %s; trying again in %g s", error.message, RETRY_S)
                 self._pending = [each for each in group if not each[1].cancelled()] + self._pending

@@ -1,23 +1,29 @@
-"""Use the store of files and batches from the event loop: one thread calls it. Bounds what tenants may store."""
+"""Use the store of files and batches from the event loop: one thread calls it. Bounds what tenants may store.
+
+Tenants take turns with this thread, and each call is short: what may take long is done in other threads (`add_file`) or
+in many calls (`delete_file`). So a tenant with large files delays itself, and others by one call.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+from servekit.aio.round_robin_executor import ExecutorShutDown, RoundRobinExecutor
 from servekit.batches.records import FileRecord
 from servekit.batches.store import BatchStore
 from servekit.config import ServeConfig
-from servekit.errors import StorageFailed
+from servekit.errors import StorageFailed, shutting_down
 from servekit.shared_budget import SharedBudget
 
 Result = TypeVar("Result")
 
 MAX_FILES = 4_000  # of all tenants; one tenant may have half of them
 MAX_BATCHES = 2_000
+SERVER = ""  # whose turn it is when the server itself looks at all batches, or stores answers of several tenants
+STOP_TIMEOUT_S = 30.0  # for the call that runs
 
 
 class BatchStorage:
@@ -28,11 +34,18 @@ class BatchStorage:
         assert config.batch_dir is not None
         self.config = config
         self.store = BatchStore(config.batch_dir)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._thread = RoundRobinExecutor("batches", num_threads=1, max_submitted=1, max_per_tenant=1)
+        self._sync_threads = RoundRobinExecutor("batches-sync", num_threads=2, max_submitted=2, max_per_tenant=1)
 
-    async def call(self, method: Callable[..., Result], *arguments: object) -> Result:
-        """Return what a method of the store returns. Raises StorageFailed."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
+    async def call(self, tenant: str, method: Callable[..., Result], *arguments: object) -> Result:
+        """Return what a method of the store returns, when it is this tenant's turn. Raises StorageFailed."""
+        return await self._run(self._thread, tenant, partial(method, *arguments))
+
+    async def _run(self, threads: RoundRobinExecutor, tenant: str, work: Callable[[], Result]) -> Result:
+        try:
+            return await threads.run(tenant, work)
+        except ExecutorShutDown:
+            raise shutting_down() from None
 
     def now_s(self) -> int:
         """Return the time in whole seconds since 1970: what clients see, and what is compared after a restart."""
@@ -45,11 +58,23 @@ class BatchStorage:
 
     async def check_room(self, tenant: str, num_files: int = 0, num_batches: int = 0, num_bytes: int = 0) -> None:
         """Raise StorageFailed if the tenant may not store so much more."""
-        await self.call(self._check_room, tenant, num_files, num_batches, num_bytes)
+        await self.call(tenant, self._check_room, tenant, num_files, num_batches, num_bytes)
 
     async def add_file(self, file: FileRecord) -> None:
         """Add a file if its tenant has room for it, whatever others store meanwhile. Raises StorageFailed."""
-        await self.call(self.store.add_file, file, lambda: self._check_room(file.tenant, 1, 0, max(1, file.num_bytes)))
+        await self._run(self._sync_threads, file.tenant, partial(self.store.sync_content, file.id))
+
+        def check_room() -> None:
+            self._check_room(file.tenant, 1, 0, max(1, file.num_bytes))
+
+        await self.call(file.tenant, self.store.add_file, file, check_room)
+
+    async def delete_file(self, file: FileRecord) -> None:
+        """Delete a file: first its answers, a few at a time, while nobody sees it. Raises StorageFailed."""
+        await self.call(file.tenant, self.store.hide_file, file)
+        while await self.call(file.tenant, self.store.delete_some_results, file.batch_id, file.is_error):
+            pass
+        await self.call(file.tenant, self.store.delete_file, file)
 
     def _check_room(self, tenant: str, num_files: int, num_batches: int, num_bytes: int) -> None:
         own, total = self.store.usage(tenant), self.store.usage()
@@ -64,7 +89,9 @@ class BatchStorage:
                     f"of {limit} (batch_max_total_bytes for bytes); delete files that you do not need"
                 )
 
-    def stop(self) -> None:
-        """Close the store when its thread has done what it has to."""
-        self._thread.submit(self.store.close)
-        self._thread.shutdown(wait=True)
+    async def stop(self) -> None:
+        """Close the store when the call that runs has ended. Calls that wait for their turn fail."""
+        self._thread.shutdown()
+        self._sync_threads.shutdown()
+        if await self._thread.wait_ended(STOP_TIMEOUT_S):
+            self.store.close()

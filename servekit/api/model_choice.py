@@ -7,6 +7,7 @@ else that a request holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from starlette.requests import Request
@@ -50,7 +51,7 @@ LACKS: dict[str, str] = {
     PredictorKind.CLASSIFY: "classifies nothing",
     INFER: "computes no tensors",
 }
-MAX_KEY_BYTES = 2**16  # of a conversation's key, without its length
+MAX_KEY_CHARACTERS = 2**16  # of a conversation's texts that are in its key
 
 
 async def engine_for(
@@ -161,9 +162,35 @@ def _wrong_kind(model: ServedModel, kind: str, served: Sequence[ServedModel]) ->
 def _beginning(conversation: Conversation) -> bytes:
     """Return a key of the conversation up to the first message of its user, which all its requests have in common.
 
-    The key has the length and the first bytes of that: each model of an alias hashes the key, on the event loop.
+    Of a long beginning, the key has the first characters, and how long the text is that is cut. Each model of an alias
+    hashes the key, and the key is made, on the event loop: nothing here may take longer with a longer text.
     """
     roles = [message.get("role") for message in conversation]
     length = roles.index("user") + 1 if "user" in roles else 1
-    encoded = encode(conversation[:length])
-    return encoded if len(encoded) <= MAX_KEY_BYTES else b"%d " % len(encoded) + encoded[:MAX_KEY_BYTES]
+    return encode(_Room(MAX_KEY_CHARACTERS).cut(conversation[:length]))
+
+
+class _Room:
+    """How much of a conversation a key still takes."""
+
+    def __init__(self, num_characters: int) -> None:
+        self._num_left = num_characters
+
+    def cut(self, value: Any) -> Any:
+        """Return as much of a value as there is room for. What is no text, list or object is small, and counts as one.
+
+        A text that is cut is replaced by its beginning and its length.
+        """
+        if isinstance(value, str):
+            kept = value[: max(0, self._num_left)]
+            self._num_left -= len(kept) + 1
+            return kept if len(kept) == len(value) else [kept, len(value)]
+        if isinstance(value, dict):
+            return {str(self.cut(name)): self.cut(each) for name, each in takewhile(self._has_room, value.items())}
+        if isinstance(value, list | tuple):
+            return [self.cut(each) for each in takewhile(self._has_room, value)]
+        self._num_left -= 1
+        return value
+
+    def _has_room(self, _: object) -> bool:
+        return self._num_left > 0

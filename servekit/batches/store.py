@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0  # for a transaction of another process
+HIDDEN = 0  # the expiry of a file that is being deleted
+DELETED_ROWS, DELETED_BYTES = 500, 2**22  # of answers that are deleted at a time, about
+DELETED_ENTRIES = 20  # files and batches that are deleted at a time
 _SCHEMA = """
 CREATE TABLE file (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -146,17 +149,20 @@ class BatchStore:
         """Return where the content of an uploaded file is. The id must be one that this server made."""
         return self.uploads / file_id
 
-    def add_file(self, file: FileRecord, check_room: Callable[[], None] = lambda: None) -> None:
-        """Add a file whose content is complete: first the content is made durable, then the entry is written.
-
-        `check_room` raises if there is no room. It is called in the transaction, so nothing else is stored in between.
-        """
+    def sync_content(self, file_id: str) -> None:
+        """Make the complete content of an upload durable. Any thread may call this: it does not use the database."""
         try:
-            with self.path_of(file.id).open("rb") as content:
+            with self.path_of(file_id).open("rb") as content:
                 os.fsync(content.fileno())
             _sync_directory(self.uploads)
         except OSError as error:
             raise self.failure(error) from None
+
+    def add_file(self, file: FileRecord, check_room: Callable[[], None] = lambda: None) -> None:
+        """Add a file whose content is durable (`sync_content`).
+
+        `check_room` raises if there is no room. It is called in the transaction, so nothing else is stored in between.
+        """
         with self._transaction():
             check_room()
             self._insert_file(file)
@@ -170,14 +176,17 @@ class BatchStore:
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
         """Return a tenant's file, if it has one of this id."""
-        rows = self._rows("SELECT record FROM file WHERE tenant = ? AND id = ?", tenant, file_id)
+        rows = self._rows(
+            "SELECT record FROM file WHERE tenant = ? AND id = ? AND expires_s > ?", tenant, file_id, HIDDEN
+        )
         return _decode(rows[0][0], FileRecord) if rows else None
 
     def files(
         self, tenant: str, purpose: str | None, after: str | None, is_newest_first: bool, limit: int
     ) -> list[FileRecord]:
         """Return a tenant's files after the one with the id `after`, in the order of their creation or against it."""
-        wanted, values = "tenant = ?", [tenant]
+        wanted = "tenant = ? AND expires_s > ?"
+        values: list[Any] = [tenant, HIDDEN]
         if purpose is not None:
             wanted, values = wanted + " AND purpose = ?", [*values, purpose]
         return self._page("file", wanted, values, after, is_newest_first, limit, FileRecord)
@@ -206,6 +215,27 @@ class BatchStore:
         statement = f"SELECT id FROM batch WHERE status IN ({marks}) AND input_file_id = ? LIMIT 1"  # noqa: S608
         rows = self._rows(statement, *OPEN_STATUSES, file_id)
         return rows[0][0] if rows else None
+
+    def hide_file(self, file: FileRecord) -> None:
+        """Begin to delete a file: nobody finds it any more. After a crash it is deleted as one that has expired."""
+        with self._transaction():
+            self._database.execute("UPDATE file SET expires_s = ? WHERE id = ?", (HIDDEN, file.id))
+
+    def delete_some_results(self, batch_id: str, is_error: bool) -> bool:
+        """Delete some of the answers of a batch that are in one of its files. Return whether more may be left."""
+        with self._transaction():
+            row_ids, num_bytes = [], 0
+            for row_id, size in self._database.execute(
+                "SELECT rowid, LENGTH(content) FROM result WHERE batch_id = ? AND is_error = ? LIMIT ?",
+                (batch_id, is_error, DELETED_ROWS),
+            ):
+                row_ids.append((row_id,))
+                num_bytes += size
+                if num_bytes >= DELETED_BYTES:
+                    break
+            is_over = len(row_ids) < DELETED_ROWS and num_bytes < DELETED_BYTES
+            self._database.executemany("DELETE FROM result WHERE rowid = ?", row_ids)
+        return not is_over
 
     def delete_file(self, file: FileRecord) -> None:
         """Delete a file and its content. The entry is deleted first; content without an entry is removed later."""
@@ -394,28 +424,34 @@ class BatchStore:
     # -- expiry --------------------------------------------------------------------------------------------------------
 
     def delete_expired(self, now_s: int, batches_before_s: int) -> int:
-        """Delete files that have expired, and batches that ended before a time. Returns how many.
+        """Delete some files that have expired, and some batches that ended before a time, or answers of one of them.
 
-        A file that a batch still reads stays.
+        Returns how many, and 0 if nothing is left. A file that a batch still reads stays.
         """
-        expired = [
-            _decode(record, FileRecord)
-            for (record,) in self._rows("SELECT record FROM file WHERE expires_s <= ? LIMIT 1000", now_s)
-        ]
-        unused = [file for file in expired if self.user_of(file.id) is None]
-        for file in unused:
+        num_deleted = 0
+        expired = self._rows("SELECT record FROM file WHERE expires_s <= ? LIMIT 1000", now_s)
+        for file in (_decode(record, FileRecord) for (record,) in expired):
+            if self.user_of(file.id) is not None:
+                continue
+            if file.batch_id and self.delete_some_results(file.batch_id, file.is_error):
+                return num_deleted + 1
             self.delete_file(file)
-        old = [
-            batch
-            for (record,) in self._rows("SELECT record FROM batch ORDER BY number")
-            if (ended_s := (batch := _decode(record, BatchRecord)).ended_s) is not None and ended_s < batches_before_s
-        ]
-        for batch in old:
+            num_deleted += 1
+            if num_deleted == DELETED_ENTRIES:
+                return num_deleted
+        for (record,) in self._rows("SELECT record FROM batch ORDER BY number"):
+            batch = _decode(record, BatchRecord)
+            if batch.ended_s is None or batch.ended_s >= batches_before_s:
+                continue
+            if any(self.delete_some_results(batch.id, is_error) for is_error in (False, True)):
+                return num_deleted + 1
             with self._transaction():
-                self._database.execute("DELETE FROM result WHERE batch_id = ?", (batch.id,))
                 self._database.execute("DELETE FROM file WHERE batch_id = ?", (batch.id,))
                 self._database.execute("DELETE FROM batch WHERE id = ?", (batch.id,))
-        return len(unused) + len(old)
+            num_deleted += 1
+            if num_deleted == DELETED_ENTRIES:
+                break
+        return num_deleted
 
     def sweep_uploads(self, before_s: float) -> None:
         """Delete content that has no entry and is older than this: the rest of uploads that a crash interrupted."""

@@ -6,6 +6,10 @@ until one of them has no requests. The next free place goes to the tenant whose 
 these to the one that has waited longest; so a tenant's backlog delays its own requests. Those of one tenant get places
 in order of arrival.
 
+Nothing takes a place away before the answers end, and they may take minutes. So a tenant that holds a place takes no
+other one that is kept for others: one for each tenant that has used adapters lately and holds none, up to half of the
+places, and one for a tenant that nobody has seen yet, if there are at least `KEPT_FROM`.
+
 A request for an adapter that has requests needs no place, so it continues at once, unless one that needs a place has
 waited for `OVERTAKEN_S`, and is of the same tenant or of one that holds fewer places: otherwise requests for busy
 adapters could make it wait for ever. A tenant that holds no more places than those who wait goes on using its own.
@@ -42,6 +46,8 @@ MAX_PATH_CHARACTERS = 4096
 WAIT_TIMEOUT_S = 60.0  # a request waits so long for a place, and is then refused with Retry-After
 OVERTAKEN_S = 5.0  # for so long, requests for busy adapters go before one that waits for a place
 RETRY_AFTER_S = 5
+SEEN_S = 600.0  # for so long after its last request, a place is kept for a tenant
+KEPT_FROM = 4  # so many places at least, for one to be kept for a tenant that was not seen
 
 Ask = Callable[[LoadAdapter], Awaitable[AdapterLoaded]]  # a worker; raises WorkerError
 
@@ -87,6 +93,7 @@ class AdapterRegistry:
         self._num_uses: Counter[LoraAdapter] = Counter()  # only adapters with requests
         self._used_by: dict[str, Counter[LoraAdapter]] = {}  # the same, by tenant
         self._waiting: dict[str, deque[WaitingRequest]] = {}  # by tenant; only of tenants that wait
+        self._seen_s: dict[str, float] = {}  # by tenant: when its last request came, on the event loop's clock
         self._next_number = 1
         self._loading: set[str] = set()
         # Called with the name and the directory of each adapter that is loaded; without a directory, it is unloaded.
@@ -178,13 +185,14 @@ class AdapterRegistry:
     def begin_use(self, name: str, tenant: str) -> AdapterUse | None:
         """Use an adapter if it can be used at once. Raises ModelNotFound."""
         adapter = self._find(name)
+        self._seen_s[tenant] = asyncio.get_running_loop().time()
         if adapter in self._num_uses:
             queue = self._waiting.get(tenant)
             may_enter = not (queue and _is_overtaken_long(queue[0])) and (
                 self._num_held_with(adapter, tenant) <= self._least_held_by_overtaken()
             )
         else:
-            may_enter = not self._waiting and self._has_free_place()
+            may_enter = not self._waiting and self._may_take_place(tenant)
         return self._use(adapter, tenant) if may_enter else None
 
     async def wait_for_use(self, name: str, tenant: str) -> AdapterUse:
@@ -209,6 +217,7 @@ class AdapterRegistry:
         place: asyncio.Future[AdapterUse] = loop.create_future()
         entry = WaitingRequest(self._find(name), tenant, place, loop.time())
         self._waiting.setdefault(tenant, deque()).append(entry)
+        self._admit()  # if only tenants wait that may not take the free places
         try:
             async with pause_tolerant_timeout(WAIT_TIMEOUT_S):
                 return await asyncio.shield(place)
@@ -221,9 +230,11 @@ class AdapterRegistry:
                 self._admit()  # those after it may need no place
             if not isinstance(error, TimeoutError):
                 raise
+        num_used, num_kept = len(self._num_uses), self._num_kept_from(tenant)
+        kept = f", and up to {num_kept} places are kept for other API keys" if num_kept else ""
         raise QueueFull(
-            f"{self._max_loras} other adapters have requests, which is the limit (--max-loras), and none of them was "
-            f"done within {WAIT_TIMEOUT_S:g} s. Please try again later.",
+            f"{num_used} other adapters have requests; the limit is {self._max_loras} (--max-loras){kept}. No place "
+            f"for this one became free within {WAIT_TIMEOUT_S:g} s. Please try again later.",
             retry_after_s=RETRY_AFTER_S,
         )
 
@@ -240,8 +251,7 @@ class AdapterRegistry:
     def _admit(self) -> None:
         """Let waiting requests continue, as far as there are places."""
         self._admit_for_busy_adapters()
-        while self._waiting and self._has_free_place():
-            heads = (queue[0] for queue in self._waiting.values())
+        while heads := [queue[0] for tenant, queue in self._waiting.items() if self._may_take_place(tenant)]:
             first = min(heads, key=lambda head: (len(self._used_by.get(head.tenant, ())), head.since_s))
             self._leave(first)
             first.place.set_result(self._use(first.adapter, first.tenant))
@@ -289,8 +299,20 @@ class AdapterRegistry:
         used = self._used_by.get(tenant, ())
         return len(used) + (adapter not in used)
 
-    def _has_free_place(self) -> bool:
-        return len(self._num_uses) < self._max_loras
+    def _may_take_place(self, tenant: str) -> bool:
+        """Whether a place is free that is not kept for other tenants."""
+        num_free = self._max_loras - len(self._num_uses)
+        return num_free > (self._num_kept_from(tenant) if tenant in self._used_by else 0)
+
+    def _num_kept_from(self, tenant: str) -> int:
+        """How many places a tenant leaves to others. Without API keys there are no others."""
+        if tenant == "":
+            return 0
+        since_s = asyncio.get_running_loop().time() - SEEN_S
+        self._seen_s = {name: seen_s for name, seen_s in self._seen_s.items() if seen_s >= since_s}
+        num_others = sum(name != tenant and name not in self._used_by for name in self._seen_s)
+        num_unseen = int(self._max_loras >= KEPT_FROM)
+        return min(max(num_unseen, num_others), self._max_loras // 2)
 
     def _use(self, adapter: LoraAdapter, tenant: str) -> AdapterUse:
         self._num_uses[adapter] += 1

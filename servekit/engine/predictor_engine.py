@@ -65,7 +65,8 @@ log = logging.getLogger("servekit")
 
 RATE_WINDOW_S = 30.0  # the rate of ended items is measured over this time
 MAX_RETRY_AFTER_S = 60
-MAX_REQUEST_IMAGES = 16  # of the largest size, or more of smaller ones: what a request may cost the worker
+MAX_REQUEST_IMAGES = 4  # of the largest size, or more of smaller ones: what a request may cost the worker
+MAX_QUEUED_IMAGES = 32  # the same, of all requests together; one tenant may have as many as it leaves free
 HEADER_BYTES = (2**14, 2**19)  # of an image file in which its size is searched; photos have thumbnails before it
 PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_PRIORITY = -(2**20)
@@ -106,6 +107,7 @@ class PredictorEngine(OneModel):
         ] = {}  # by item id; int: its index
         self._places = SharedBudget(config.max_num_queued_reqs)  # places of items that are admitted and have not ended
         self._tokens = SharedBudget(config.max_num_queued_tokens)
+        self._pixels = SharedBudget(MAX_QUEUED_IMAGES * config.max_image_pixels)
         self._ended_s: deque[float] = deque(maxlen=4096)  # times at which items ended
         self._probe = ReadinessProbe(self._predict_probe, clock)
         self._main_loop: asyncio.Task[None] | None = None
@@ -293,7 +295,7 @@ class PredictorEngine(OneModel):
             items = await self._prepare(request, caller, deadline_s)
             num_tokens = sum(map(self._length, items))
             self._check_tokens(request, caller, num_tokens)
-            self._check_pixels(request, sum(map(_num_pixels, items)))
+            self._check_pixels(request, caller, sum(map(_num_pixels, items)))
         except BaseException:
             self._places.release(tenant, num_items)
             raise
@@ -315,6 +317,7 @@ class PredictorEngine(OneModel):
         for index, (entry, item) in enumerate(zip(entries, items, strict=True)):
             self._unfinished[entry.item_id] = state, index, item
             self._tokens.take(tenant, entry.length)
+            self._pixels.take(tenant, entry.num_pixels)
             self.batcher.add(entry)
         self.metrics.predictions.admitted(num_items, num_tokens if self._tokenizer is not None else 0)
         self._pump_soon()
@@ -371,7 +374,7 @@ class PredictorEngine(OneModel):
             )
         self._check_room(self._tokens, "max_num_queued_tokens", "tokens", caller.tenant, num_tokens)
 
-    def _check_pixels(self, request: PredictionRequest, num_pixels: int) -> None:
+    def _check_pixels(self, request: PredictionRequest, caller: Caller, num_pixels: int) -> None:
         limit = MAX_REQUEST_IMAGES * self.config.max_image_pixels
         if num_pixels > limit:
             raise InvalidRequest(
@@ -380,6 +383,8 @@ class PredictorEngine(OneModel):
                 "request",
                 param=request.param,
             )
+        setting = f"{MAX_QUEUED_IMAGES} times max_image_pixels"
+        self._check_room(self._pixels, setting, "pixels of images", caller.tenant, num_pixels)
 
     def _check_room(self, budget: SharedBudget, setting: str, unit: str, tenant: str, amount: int) -> None:
         if not budget.has_room(tenant, amount):
@@ -434,6 +439,7 @@ class PredictorEngine(OneModel):
         state, index, _ = self._unfinished.pop(item.item_id)
         self._places.release(item.tenant, 1)
         self._tokens.release(item.tenant, item.length)
+        self._pixels.release(item.tenant, item.num_pixels)
         self._ended_s.append(self._clock())
         return state, index
 

@@ -21,6 +21,7 @@ SHORT_REQUEST = 2**9  # characters of one text that is encoded on the event loop
 LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own
 CHARACTERS_PER_TOKEN = 32  # characters of a long text that are first encoded for each token that it may have
 SLICE_CHARACTERS = 2**18  # encoded at a time: an encoding takes some 150 bytes a token, until only its ids are kept
+MAX_CHARACTERS = 2**23  # of a request that are encoded, those of its query once for each document
 SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
 TIMEOUT_S = 60.0  # including the wait for others
 
@@ -78,7 +79,7 @@ class PredictorTokenizer:
         items: dict[int, TextItem] = {}
         short: dict[int, _Parts] = {}
         num_short_characters = 0
-        first_parts: dict[str, _Part] = {}  # by the first text of a pair
+        all_parts = self._parts_of(request, prompt, limit, is_abandoned)
 
         def encode_short() -> None:
             for (index, parts), encoding in zip(short.items(), self._encode_all(list(short.values())), strict=True):
@@ -86,20 +87,12 @@ class PredictorTokenizer:
             short.clear()
 
         for index, value in enumerate(request.inputs):
-            if is_abandoned():
+            if is_abandoned():  # first: then there may be no parts
                 return []
             if isinstance(value, list | array):
                 items[index] = self._of_token_ids(value, request, index, limit)
                 continue
-            assert isinstance(value, str | tuple)
-            if isinstance(value, str):
-                parts = [_Part(self._prepared(prompt + value))]
-            else:
-                # A reranker has one query for all documents. Were all of it encoded with each of them, a request of a
-                # few kilobytes would take many seconds.
-                if value[0] not in first_parts:
-                    first_parts[value[0]] = self._beginning(self._prepared(prompt + value[0]), limit)
-                parts = [first_parts[value[0]], _Part(self._prepared(value[1]))]
+            parts = all_parts[index]
             num_characters = sum(len(part.text) for part in parts)
             if num_characters <= CHARACTERS_PER_TOKEN * limit:
                 short[index] = parts
@@ -111,6 +104,39 @@ class PredictorTokenizer:
                 items[index] = self._item(self._encode_long(parts, limit), parts, request, index, limit, num_unpooled)
         encode_short()
         return [items[index] for index in range(len(request.inputs))]
+
+    def _parts_of(
+        self, request: PredictionRequest, prompt: str, limit: int, is_abandoned: Callable[[], bool]
+    ) -> list[_Parts]:
+        """Return what is encoded of each input: nothing of token ids. Raises InvalidRequest if that is too much.
+
+        What a request sends is bounded by its body, but a prompt is encoded with each input, and a query with each
+        document. A reranker has one query for all documents. Were all of it encoded with each of them, a request of a
+        few kilobytes would take many seconds, so it is cut to what its model can use before it is counted.
+        """
+        found: list[_Parts] = []
+        first_parts: dict[str, _Part] = {}  # by the first text of a pair
+        num_characters = 0
+        for value in request.inputs:
+            if is_abandoned():
+                return []
+            parts: _Parts = []
+            if isinstance(value, str):
+                parts = [_Part(self._prepared(prompt + value))]
+            elif isinstance(value, tuple):
+                if value[0] not in first_parts:
+                    first_parts[value[0]] = self._beginning(self._prepared(prompt + value[0]), limit)
+                parts = [first_parts[value[0]], _Part(self._prepared(value[1]))]
+            num_characters += sum(len(part.text) for part in parts)
+            if num_characters > MAX_CHARACTERS:
+                raise InvalidRequest(
+                    f"the first {len(found) + 1} of {len(request.inputs)} inputs have {num_characters} characters to "
+                    "encode, because a query counts with each document and a prompt with each input; the limit is "
+                    f"{MAX_CHARACTERS} for one request; send fewer or shorter ones",
+                    param=request.param,
+                )
+            found.append(parts)
+        return found
 
     def close(self) -> None:
         self._is_closed = True

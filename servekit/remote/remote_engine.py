@@ -286,7 +286,7 @@ class RemoteEngine(RemoteModel):
                     output.sequence.first_scheduled_s = self._clock()
                 await _Exchange(self, state, number, attempt).run(request.path, body)
 
-            await self.sender.send(exchange)
+            await self.sender.send(state.caller.tenant, exchange)
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 

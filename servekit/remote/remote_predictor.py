@@ -219,7 +219,7 @@ class RemotePredictor(RemoteModel):
                 live.put(index, result)
 
         async with self.sender.connection(live.caller.tenant, lambda: self._leave_queue(live, 1)):
-            await self.sender.send(exchange)
+            await self.sender.send(live.caller.tenant, exchange)
 
     async def _exchange(
         self, attempt: Attempt, part: RemotePart, body: bytes, request_id: str

@@ -249,7 +249,7 @@ class TritonEngine(RemoteModel):
             answer = await self._exchange(attempt, body, caller.request_id)
 
         async with self.sender.connection(caller.tenant, leave_queue):
-            await self.sender.send(exchange)
+            await self.sender.send(caller.tenant, exchange)
         return answer
 
     async def _exchange(self, attempt: Attempt, body: list[Bytes], request_id: str) -> list[Tensor] | _Undecoded:

@@ -24,7 +24,12 @@ def test_a_bystander_gets_all_answers_beside_an_attack(name: str) -> None:
     assert any(claim.is_kept for claim in claims) and not missed(claims)
 
 
-@pytest.mark.parametrize("name", ["modest-tenant", "upgrade", "stopped-sandbox", "unread-log"])
+SCENARIO_NAMES = (
+    "modest-tenant modest-images modest-remote modest-adapter own-batch upgrade stopped-sandbox unread-log".split()
+)
+
+
+@pytest.mark.parametrize("name", SCENARIO_NAMES)
 def test_a_scenario_leaves_others_alone(name: str) -> None:
     claims = SCENARIOS[name].run(1.0, Random(0))
     assert any(claim.is_kept for claim in claims) and not missed(claims)

@@ -47,7 +47,7 @@ async def create_batch(request: Request) -> Response:
         expires_s=now_s + WINDOW_S,
         metadata=wanted.metadata,
     )
-    await storage.call(storage.store.add_batch, batch)
+    await storage.call(tenant, storage.store.add_batch, batch)
     _runner(request).wake()
     return respond(Batch.of(batch))
 
@@ -61,7 +61,8 @@ async def list_batches(request: Request) -> Response:
     """List the caller's batches, newest first."""
     storage = storage_of(request)
     query = decode_query({name: request.query_params.getlist(name) for name in request.query_params}, BatchQuery)
-    batches = await storage.call(storage.store.batches, caller_of(request).tenant, query.after, query.limit + 1)
+    tenant = caller_of(request).tenant
+    batches = await storage.call(tenant, storage.store.batches, tenant, query.after, query.limit + 1)
     page = [Batch.of(batch) for batch in batches[: query.limit]]
     return respond(
         BatchList(page, len(batches) > query.limit, page[0].id if page else None, page[-1].id if page else None)
@@ -71,14 +72,15 @@ async def list_batches(request: Request) -> Response:
 async def retrieve_batch(request: Request) -> Response:
     """Describe one batch: its status, how many of its requests are answered, and its files."""
     storage, batch_id = storage_of(request), request.path_params["batch_id"]
-    return _found(batch_id, await storage.call(storage.store.batch, caller_of(request).tenant, batch_id))
+    tenant = caller_of(request).tenant
+    return _found(batch_id, await storage.call(tenant, storage.store.batch, tenant, batch_id))
 
 
 async def cancel_batch(request: Request) -> Response:
     """Cancel a batch. What is answered already stays in its output file. One that has ended stays as it is."""
     storage, batch_id = storage_of(request), request.path_params["batch_id"]
     tenant = caller_of(request).tenant
-    batch = await storage.call(storage.store.cancel, tenant, batch_id, storage.now_s())
+    batch = await storage.call(tenant, storage.store.cancel, tenant, batch_id, storage.now_s())
     _runner(request).wake()
     return _found(batch_id, batch)
 

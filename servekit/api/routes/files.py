@@ -186,7 +186,8 @@ def _write_all(file: FileIO, content: bytearray) -> None:
 async def find_file(request: Request, file_id: str) -> FileRecord:
     """Return the caller's file. Raises ObjectNotFound."""
     storage = storage_of(request)
-    file = await storage.call(storage.store.file, caller_of(request).tenant, file_id)
+    tenant = caller_of(request).tenant
+    file = await storage.call(tenant, storage.store.file, tenant, file_id)
     if file is None:
         raise ObjectNotFound(f"there is no file {file_id[:64]!r}; GET /v1/files lists yours", param="file_id")
     return file
@@ -196,9 +197,11 @@ async def list_files(request: Request) -> Response:
     """List the caller's files."""
     storage = storage_of(request)
     query = decode_query({name: request.query_params.getlist(name) for name in request.query_params}, FileQuery)
+    tenant = caller_of(request).tenant
     files = await storage.call(
+        tenant,
         storage.store.files,
-        caller_of(request).tenant,
+        tenant,
         query.purpose,
         query.after,
         query.order == "desc",
@@ -224,11 +227,11 @@ async def file_content(request: Request) -> Response:
 async def delete_file(request: Request) -> Response:
     """Delete a file. A file that a batch still reads stays: cancel the batch first."""
     storage, file = storage_of(request), await find_file(request, request.path_params["file_id"])
-    user = await storage.call(storage.store.user_of, file.id)
+    user = await storage.call(file.tenant, storage.store.user_of, file.id)
     if user is not None:
         message = f"file {file.id} is read by {user}; cancel that first"
         raise InvalidRequest(message, param="file_id", code="file_in_use")
-    await storage.call(storage.store.delete_file, file)
+    await storage.delete_file(file)
     return respond(FileDeleted(file.id))
 
 
@@ -263,7 +266,7 @@ class _Content(Response):
         file, store = self._file, self._storage.store
         if file.batch_id:
             piece, cursor.line = await self._storage.call(
-                store.read_results, file.batch_id, file.is_error, cursor.line, READ_BYTES
+                file.tenant, store.read_results, file.batch_id, file.is_error, cursor.line, READ_BYTES
             )
             return piece
         return await asyncio.to_thread(self._read_upload, cursor.offset)

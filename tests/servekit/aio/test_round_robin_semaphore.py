@@ -42,6 +42,20 @@ async def test_one_tenant_leaves_a_place_for_another() -> None:
         await second
 
 
+async def test_requests_without_a_key_may_hold_all_places_where_that_is_said() -> None:
+    semaphore = RoundRobinSemaphore(2, max_per_tenant=1, nameless_may_hold_all=True)
+    async with asyncio.timeout(60):
+        await semaphore.acquire("")
+        await semaphore.acquire("")
+    semaphore.release("")
+    await semaphore.acquire("a")
+    semaphore.release("")
+    second = asyncio.create_task(semaphore.acquire("a"))
+    await asyncio.sleep(0)
+    assert not second.done(), "a tenant with a name leaves a place"
+    second.cancel()
+
+
 async def test_a_task_cancelled_after_it_got_the_place_passes_it_on() -> None:
     semaphore = RoundRobinSemaphore(1)
     await semaphore.acquire("a")

@@ -126,7 +126,7 @@ class Service:
                 await asyncio.sleep(0.002)
 
     async def batch(self, batch_id: str, tenant: str = "") -> BatchRecord:
-        found = await self.storage.call(self.store.batch, tenant, batch_id)
+        found = await self.storage.call(tenant, self.store.batch, tenant, batch_id)
         assert found is not None
         return found
 
@@ -139,7 +139,7 @@ class Service:
                 await asyncio.sleep(0.002)
 
     async def lines(self, batch_id: str, is_error: bool = False) -> list[dict[str, Any]]:
-        content, _ = await self.storage.call(self.store.read_results, batch_id, is_error, 0, 2**30)
+        content, _ = await self.storage.call("", self.store.read_results, batch_id, is_error, 0, 2**30)
         return [json.loads(line) for line in content.splitlines()]
 
 
@@ -151,7 +151,7 @@ async def service(directory: Path, app: App | None = None, **settings: Any) -> A
     finally:
         made.app.may_answer.set()
         await made.runner.stop()
-        made.storage.stop()
+        await made.storage.stop()
 
 
 async def test_all_lines_are_answered_with_the_lowest_priority_and_a_bounded_number_at_a_time(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def test_a_line_that_waits_for_its_prompt_can_be_cancelled(tmp_path: Path)
         made.app.may_begin.clear()
         made.start()
         await made.wait(lambda: made.app.num_running == 1)
-        await made.storage.call(made.store.cancel, "", batch_id, 1)
+        await made.storage.call("", made.store.cancel, "", batch_id, 1)
         made.runner.wake()
         assert (await made.ended(batch_id)).status == "cancelled" and made.app.num_running == 0
 
@@ -318,7 +318,7 @@ async def test_a_batch_that_ends_early_keeps_its_answers_and_names_the_other_lin
         made.app.may_answer.clear()  # those two are answered
         await made.wait(lambda: len(made.app.asked) >= 4)
         if end == "cancelled":
-            await made.storage.call(made.store.cancel, "", batch_id, 1)
+            await made.storage.call("", made.store.cancel, "", batch_id, 1)
             made.runner.wake()
         else:
             now_s = made.storage.now_s()
@@ -453,7 +453,7 @@ async def test_a_batch_whose_file_was_removed_ends_all_the_same(tmp_path: Path) 
         begun = made.create(3)
         await made.wait(made.runner._beginning.locked)
         made.store.path_of("file-1").unlink()
-        await made.storage.call(made.store.cancel, "", begun, 1)
+        await made.storage.call("", made.store.cancel, "", begun, 1)
         made.runner.wake()
         assert (await made.ended(begun)).status == "cancelled"
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from servekit.api import model_choice
 from servekit.api.mirroring import Copy, keep_body
+from servekit.api.schemas.json_body import encode
 from servekit.engine.adapted_model import AdaptedModel
 from servekit.engine.caller import ANONYMOUS, Caller
 from servekit.engine.model_kind import GENERATE
@@ -87,6 +88,29 @@ async def test_request_is_copied_by_the_name_and_the_kind_that_its_route_knows(m
     assert asked == ([("alias", ANONYMOUS, GENERATE)] if mirrors else [])
     assert state.get("mirrored") == (Copy("new", "/api/chat", b"{}") if mirrors else None)
     assert "body_to_copy" not in state
+
+
+def test_the_key_of_a_long_conversation_is_made_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of 8 MB was encoded whole on the event loop, in 4 ms, to find its model."""
+    encoded: list[bytes] = []
+    monkeypatch.setattr(model_choice, "encode", lambda value: encoded.append(encode(value)) or encoded[-1])
+    text = "a" * 2**23
+    parts = {"role": "user", "content": [{"type": "text", "text": "b" * 2**12}] * 1000}
+    many = [{"role": "system", "content": "c" * 100}] * 2**14
+    for conversation in ([{"role": "user", "content": text}], [parts], many, [{"role": "user", "x" * 2**20: 1}]):
+        key = model_choice._beginning(conversation)
+        assert len(key) < 2**18 and key == model_choice._beginning(conversation)
+    assert max(map(len, encoded)) < 2**18
+
+
+def test_conversations_that_begin_alike_have_one_key_and_others_do_not() -> None:
+    first = {"role": "user", "content": "a" * 2**17}
+    key = model_choice._beginning([first])
+    assert key == model_choice._beginning([first, {"role": "assistant", "content": "b"}, {"role": "user"}])
+    assert key != model_choice._beginning([{"role": "user", "content": "a" * (2**17 + 1)}])
+    assert key != model_choice._beginning([{"role": "user", "content": "b" + "a" * (2**17 - 1)}])
+    short = [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "n": 1}]}]
+    assert model_choice._beginning(short) == encode(short), "as before, so that its model stays the same"
 
 
 class WithAdapters:

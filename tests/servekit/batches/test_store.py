@@ -40,6 +40,7 @@ def batch(batch_id: str = "batch_1", **changes: Any) -> BatchRecord:
 
 def add_file(store: BatchStore, added: FileRecord) -> None:
     store.path_of(added.id).write_bytes(b"x" * added.num_bytes)
+    store.sync_content(added.id)
     store.add_file(added)
 
 

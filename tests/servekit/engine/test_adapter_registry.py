@@ -202,6 +202,45 @@ async def waiting_for(registry: AdapterRegistry, *requests: tuple[str, str]) -> 
     return tasks
 
 
+async def test_a_tenant_with_long_answers_leaves_a_place_to_one_that_was_never_seen() -> None:
+    """A tenant held all places, and others waited until its answers ended, or were refused after a minute."""
+    registry = await registry_of(*"abcde", max_loras=4)
+    uses = [registry.begin_use(name, "greedy") for name in "abcd"]
+    assert [use is not None for use in uses] == [True, True, True, False]
+    (waiting,) = await waiting_for(registry, ("d", "greedy"))
+    async with asyncio.timeout(60):
+        (await registry.wait_for_use("e", "other")).release()  # it was behind a request that may not have the place
+    assert not waiting.done()
+    assert uses[0] is not None
+    uses[0].release()
+    assert (await waiting).adapter.path == "/d"
+
+
+async def test_a_place_is_kept_for_each_tenant_that_came_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = await registry_of(*"abcdef", max_loras=6)
+    for tenant in ("one", "two", "three", "four"):
+        use = registry.begin_use("a", tenant)
+        assert use is not None
+        use.release()
+    assert all(registry.begin_use(name, "greedy") for name in "abc"), "half of the places are kept at most"
+    assert registry.begin_use("d", "greedy") is None
+    assert all(registry.begin_use(name, tenant) for name, tenant in (("d", "one"), ("e", "two"), ("f", "three")))
+    later = await registry_of(*"abcdef", max_loras=6)
+    for tenant in ("one", "two"):
+        use = later.begin_use("a", tenant)
+        assert use is not None
+        use.release()
+    monkeypatch.setattr(adapter_registry, "SEEN_S", -1.0)
+    assert all(later.begin_use(name, "greedy") for name in "abcde") and later.begin_use("f", "greedy") is None
+
+
+async def test_requests_without_a_key_and_few_places_are_not_kept_apart() -> None:
+    registry = await registry_of(*"abcd", max_loras=4)
+    assert all(registry.begin_use(name, "") for name in "abcd")
+    registry = await registry_of("a", "b", max_loras=2)
+    assert all(registry.begin_use(name, "only") for name in "ab")
+
+
 async def test_the_backlog_of_one_tenant_does_not_delay_another() -> None:
     registry = await registry_of("a", "b", "c", "d", "e")
     uses = [registry.begin_use(name, "greedy") for name in ("a", "b")]

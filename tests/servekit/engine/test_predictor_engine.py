@@ -108,11 +108,34 @@ async def test_a_request_has_a_bounded_number_of_pixels(tmp_path: Path) -> None:
     make_image_classifier(tmp_path)
     async with local_engine(tmp_path, PredictorKind.CLASSIFY, max_image_pixels=1000) as (predictor, _):
         image: Input = ImageInput(memoryview(make_image(100, 10)), False)
-        state = await predictor.submit(PredictionRequest(inputs=[image] * 16, param="image"))
-        assert len(await state.results()) == 16
-        with pytest.raises(InvalidRequest, match=r"have 17000 pixels in all.* the limit is 16000, .*send fewer"):
-            await predictor.submit(PredictionRequest(inputs=[image] * 17, param="image"))
-        assert predictor._places.total == 0
+        state = await predictor.submit(PredictionRequest(inputs=[image] * 4, param="image"))
+        assert len(await state.results()) == 4
+        with pytest.raises(InvalidRequest, match=r"have 5000 pixels in all.* the limit is 4000, .*send fewer"):
+            await predictor.submit(PredictionRequest(inputs=[image] * 5, param="image"))
+        assert predictor._places.total == predictor._pixels.total == 0
+
+
+async def test_the_images_of_one_tenant_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    """A tenant could queue a thousand images, which the worker would decode for minutes."""
+    make_image_classifier(tmp_path)
+    async with local_engine(tmp_path, PredictorKind.CLASSIFY, max_image_pixels=1000) as (predictor, executor):
+        image: Input = ImageInput(memoryview(make_image(100, 10)), False)
+        four = PredictionRequest(inputs=[image] * 4, param="image")
+        executor.hold = True
+        greedy, modest = Caller(tenant="greedy"), Caller(tenant="modest")
+        states = [await predictor.submit(four, greedy) for _ in range(4)]
+        with pytest.raises(QueueFull) as refused:
+            await predictor.submit(four, greedy)
+        assert "16000 pixels of images are queued" in refused.value.message
+        assert "the limit is 32000 (32 times max_image_pixels)" in refused.value.message
+        states.append(await predictor.submit(four, modest))
+        for state in states[:2]:
+            state.abort()
+        states.append(await predictor.submit(four, greedy))
+        executor.release()
+        for state in states[2:]:
+            assert len(await state.results()) == 4
+        assert predictor._places.total == predictor._pixels.total == 0
 
 
 async def test_requests_that_come_all_the_time_do_not_put_off_the_next_batch(engine: Engine) -> None:

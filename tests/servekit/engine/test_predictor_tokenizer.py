@@ -110,6 +110,24 @@ def test_texts_are_encoded_in_slices_and_no_longer_than_somebody_waits(monkeypat
     assert not tokenizer.encode_blocking(request(texts), lambda: bool(slices)) and slices == [2]
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [["the sky is blue"] * 100, [("the sky is blue and fish swim", "a")] * 100],
+    ids=["a prompt with each text", "a query with each document"],
+)
+def test_a_request_that_takes_too_long_to_encode_is_refused_before_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch, inputs: Any
+) -> None:
+    """A body of some kilobytes was encoded as many megabytes, and only then refused for its tokens."""
+    monkeypatch.setattr(predictor_tokenizer, "MAX_CHARACTERS", 2000)
+    tokenizer = make(prompts={"query": "query : "}, default_prompt="query")
+    monkeypatch.setattr(tokenizer, "_encode_all", lambda _: pytest.fail("it was encoded"))
+    with pytest.raises(InvalidRequest) as refused:
+        tokenizer.encode_blocking(request(inputs))
+    assert "of 100 inputs have 20" in refused.value.message and "the limit is 2000" in refused.value.message
+    assert "send fewer or shorter" in refused.value.message and refused.value.param == "input"
+
+
 def test_two_long_texts_are_cut_to_the_same_length() -> None:
     (item,) = make().encode_blocking(request([(LONG, LONG)], truncates=True))
     assert len(item.token_ids) == LIMIT and item.num_first == 2 + 6

@@ -458,6 +458,40 @@ async def test_remote_that_is_not_there_is_unavailable_and_the_breaker_opens(sta
     assert not await engine.probe_readiness()
 
 
+async def test_one_tenants_requests_at_which_the_server_fails_do_not_stop_those_of_others(
+    remote: ScriptedServer, start: Start
+) -> None:
+    """A tenant opened the breaker for all tenants, by prompts that the server cannot take."""
+    remote.scripts[TEXT] = [[b": "], [b": "], text_answer()]
+    engine = await start(remote, {"failures_to_open": 2, "max_retries": 0, "cooldown": 30.0})
+    for _ in range(2):
+        with pytest.raises(RemoteFailed):
+            await read(await submit(engine, wanted(), Caller("a")))
+    with pytest.raises(RemoteUnavailable, match="no request of yours is sent to it"):
+        await read(await submit(engine, wanted(), Caller("a")))
+    assert engine.state == "recovering", "as far as is known"
+    assert (await read(await submit(engine, wanted(), Caller("b"))))[0] == "".join(WORDS)
+    assert engine.state == "ready"
+
+
+async def test_a_tenant_with_slow_answers_leaves_a_connection_to_others(remote: ScriptedServer, start: Start) -> None:
+    """A tenant held all connections, and others waited until one of its answers ended, or were refused."""
+    rest = threading.Event()
+    remote.scripts[TEXT] = [[text_piece("It "), rest, *text_answer()]] * 2 + [text_answer()]
+    engine = await start(remote, {"max_connections": 3})
+
+    async def answer_for(tenant: str) -> tuple[str, FinishReason]:
+        return await read(await submit(engine, wanted(), Caller(tenant)))
+
+    slow = [asyncio.create_task(answer_for("slow")) for _ in range(4)]
+    async with asyncio.timeout(60):
+        await asyncio.to_thread(remote.wait_for, 3)  # with the one for its models
+        assert (await answer_for("other"))[0] == "".join(WORDS)
+        assert [task.exception() for task in slow if task.done()] == []
+        rest.set()
+        await asyncio.gather(*slow)
+
+
 async def test_breaker_lets_a_probe_through_and_closes(remote: ScriptedServer, start: Start) -> None:
     remote.scripts[TEXT] = [[b": "], text_answer()]
     engine = await start(remote, {"failures_to_open": 1, "max_retries": 0, "cooldown": 0.05})
@@ -611,13 +645,14 @@ async def test_connections_and_the_queue_are_bounded_and_tenants_take_turns(
 ) -> None:
     go = threading.Event()
     remote.scripts[TEXT] = [[text_piece("a"), go, *text_answer()]]
-    engine = await start(remote, {"max_connections": 2}, max_num_queued_reqs=16)
-    assert engine.has_spare_connections, "both are free"
+    engine = await start(remote, {"max_connections": 3}, max_num_queued_reqs=16)
+    assert engine.has_spare_connections, "all are free"
+    third = await submit(engine, wanted("third"), Caller("third"))  # has the connection that `big` leaves to others
     big = [asyncio.create_task(submit(engine, wanted(f"big {i}"), Caller("big"))) for i in range(8)]
-    await asyncio.to_thread(remote.wait_for, 3)
+    await asyncio.to_thread(remote.wait_for, 4)
     small = asyncio.create_task(submit(engine, wanted("small"), Caller("small")))
     await asyncio.sleep(0.05)
-    assert (engine.sender.stats().num_connections, engine.sender.stats().num_waiting) == (2, 7)
+    assert (engine.sender.stats().num_connections, engine.sender.stats().num_waiting) == (3, 7)
     assert not engine.has_spare_connections
     big.append(asyncio.create_task(submit(engine, wanted("big 8"), Caller("big"))))
     await asyncio.sleep(0.05)
@@ -625,10 +660,10 @@ async def test_connections_and_the_queue_are_bounded_and_tenants_take_turns(
         await submit(engine, wanted("one too many"), Caller("big"))
     go.set()
     await asyncio.gather(*big, small, return_exceptions=True)
-    for state in [task.result() for task in (*big, small) if task.exception() is None]:
+    for state in [third, *(task.result() for task in (*big, small) if task.exception() is None)]:
         await read(state)
     prompts = [body["prompt"] for path, body in remote.asked if path == TEXT]
-    assert prompts.index("small") <= 4, "the other tenant's turn comes before the queue of the first one"
+    assert prompts.index("small") <= 5, "the other tenant's turn comes before the queue of the first one"
 
 
 async def test_several_prompts_and_answers_are_in_order(app: Starlette, remote: ScriptedServer) -> None:

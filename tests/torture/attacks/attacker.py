@@ -12,15 +12,17 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from tests.torture.attacks.tenants import ATTACKER_KEY
+from tests.support.server_process import ServerProcess
+from tests.torture.attacks.tenants import ATTACKER_KEY, serving_tenants
 
+KEPT_BYTES = 2**16  # of an answer
 PAUSE_S = 0.05  # after a refusal, so that the attack does not only measure the cost of refusals
 
 
@@ -46,14 +48,19 @@ class Attacker:
             self.head(path, f"Content-Length: {len(data)}", *headers, content_type=content_type), data
         )
 
-    def head(self, path: str, *headers: str, content_type: str = "application/json") -> bytes:
-        lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {ATTACKER_KEY}", "Connection: close"]
+    def head(self, path: str, *headers: str, content_type: str = "application/json", method: str = "POST") -> bytes:
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {ATTACKER_KEY}", "Connection: close"]
         return "\r\n".join([*lines, f"Content-Type: {content_type}", *headers, "\r\n"]).encode()
 
     async def send(self, *pieces: bytes) -> int:
         """Send bytes on a new connection, read until the server closes it, and return the first answer's status."""
+        status, _ = await self.exchange(*pieces)
+        return status
+
+    async def exchange(self, *pieces: bytes) -> tuple[int, bytes]:
+        """Like `send`; returns what was read after the status line, too, but no more than its beginning."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        status, has_ended = 0, False
+        status, has_ended, answer = 0, False, b""
         try:
             with suppress(ConnectionError):  # the server refuses before it has read everything
                 for piece in pieces:
@@ -62,15 +69,15 @@ class Attacker:
             with suppress(ConnectionError):
                 line = await reader.readline()
                 status = int(line.split()[1]) if line else 0
-                while await reader.read(2**16):
-                    pass
+                while piece := await reader.read(2**16):
+                    answer += piece[: KEPT_BYTES - len(answer)]
             has_ended = True
         finally:
             writer.transport.abort()
             self.statuses[str(status or "none") if has_ended else "unfinished"] += 1
         if status in (0, 429, 503):
             await asyncio.sleep(PAUSE_S)
-        return status
+        return status, answer
 
 
 Strike = Callable[[Attacker], Awaitable[object]]
@@ -88,7 +95,17 @@ class Attack(Struct, frozen=True):
     control: Strike | None = None
     control_at_once: int = 1
     flags: tuple[str, ...] = ()
+    makes_flags: Callable[[], AbstractContextManager[tuple[str, ...]]] | None = None  # more, and what they name
     limits: str = ""  # of the attacker's key, as lines of TOML
+
+    @contextmanager
+    def serving(self) -> Iterator[ServerProcess]:
+        """Yield the server that is attacked."""
+        with (
+            nullcontext(()) if self.makes_flags is None else self.makes_flags() as more,
+            serving_tenants(self.name, *self.flags, *more, limits=self.limits) as server,
+        ):
+            yield server
 
 
 async def _repeat(strike: Strike, attacker: Attacker) -> None:

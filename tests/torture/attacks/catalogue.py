@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.torture.attacks import bodies, connections, grammars, mix, processes, queues, rows
+from tests.torture.attacks import (
+    adapters,
+    bodies,
+    connections,
+    grammars,
+    mix,
+    other_models,
+    processes,
+    queues,
+    rows,
+    stored_batches,
+)
 from tests.torture.attacks.claims import finding
 from tests.torture.attacks.windows import beside_bystander
 from tests.torture.report import Finding
 
-ATTACKS = {attack.name: attack for module in (grammars, bodies, rows, queues, mix) for attack in module.ATTACKS}
-SCENARIOS = {
-    scenario.name: scenario
-    for module in (grammars, bodies, rows, queues, connections, processes)
-    for scenario in module.SCENARIOS
-}
+_BESIDE_BYSTANDER = (grammars, bodies, rows, queues, other_models, adapters, stored_batches, mix)
+_SEQUENCES = (grammars, bodies, rows, queues, other_models, adapters, stored_batches, connections, processes)
+ATTACKS = {attack.name: attack for module in _BESIDE_BYSTANDER for attack in module.ATTACKS}
+SCENARIOS = {scenario.name: scenario for module in _SEQUENCES for scenario in module.SCENARIOS}
 
 
 def run(seconds: int, seed: int = 0, only: str | None = None) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Everything at once: strikes of all attacks, in an order and at moments that come from the seed."""
+"""Everything at once: strikes of all attacks on one model, in an order and at moments that come from the seed."""
 
 from __future__ import annotations
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from contextlib import suppress
 from random import Random
 
 from tests.support.server_process import ServerProcess
 from tests.torture.attacks.attacker import Attack, Attacker, AttackerProcess
-from tests.torture.attacks.claims import Claim, Scenario, counts
+from tests.torture.attacks.claims import Claim, Scenario
+from tests.torture.attacks.modest import modest_beside
 from tests.torture.attacks.requests import Answer, post_json
 from tests.torture.attacks.rows import MAX_ANSWERS
 from tests.torture.attacks.tenants import BYSTANDER_KEY, LARGE_POOL, serving_tenants
 
 FAIR = ("--scheduling-policy", "fair", *LARGE_POOL)
 NUM_FLOODING = 200
-MAX_MODEST, MODEST_EACH_S = 25, 6  # requests; those of each second of a short run
-MODEST_INTERVAL_S = 0.5
 NUM_SHORT, SHORT_S, PATIENCE_S = 5, 2.0, 15.0
 NUM_SLOTS = 16
 LONG = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
@@ -68,33 +66,6 @@ QUOTA = Attack(
 )
 
 
-async def _ask_modestly(port: int, attack: Attack, number: int, seed: int) -> tuple[list[Answer], dict[str, int]]:
-    async with AttackerProcess(attack.name, port, seed) as attacker:
-        attacker.begin("attack")
-        await asyncio.sleep(3)
-        asking = []
-        for _ in range(number):
-            asking.append(asyncio.create_task(post_json(port, BYSTANDER_KEY, "/generate", MODEST)))
-            await asyncio.sleep(MODEST_INTERVAL_S)
-        return await asyncio.gather(*asking), await attacker.rest()
-
-
-def modest_beside_flood(seconds: float, chance: Random) -> list[Claim]:
-    """Fill the waiting queue with one tenant's requests, while another asks twice a second."""
-    number = min(MAX_MODEST, max(1, round(MODEST_EACH_S * seconds)))
-    with serving_tenants("modest-tenant", *FLOOD.flags) as server:
-        answers, statuses = asyncio.run(_ask_modestly(server.port, FLOOD, number, chance.randrange(1000)))
-    summaries = [answer.summary for answer in answers]
-    num_right = summaries.count("200")
-    kinds = counts({each: summaries.count(each) for each in summaries})
-    median_s = statistics.median(answer.seconds for answer in answers)
-    return [
-        Claim(f"the modest tenant gets {number} of {number}", f"{num_right} ({kinds})", num_right == number),
-        Claim("", f"at the median after {median_s:.2f} s"),
-        Claim("", f"the flooding tenant's answers: {counts(statuses)}"),
-    ]
-
-
 def short_beside_many_answers(seconds: float, chance: Random) -> list[Claim]:
     """Ask for far more answers than a quota has tokens for; then another tenant sends short requests, one by one."""
     short = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
@@ -129,4 +100,7 @@ def short_beside_many_answers(seconds: float, chance: Random) -> list[Claim]:
 
 
 ATTACKS = [FLOOD, ALL_SLOTS, QUOTA]
-SCENARIOS = [Scenario("modest-tenant", modest_beside_flood), Scenario("short-beside-many", short_beside_many_answers)]
+SCENARIOS = [
+    Scenario("modest-tenant", modest_beside(FLOOD, "/generate", MODEST)),
+    Scenario("short-beside-many", short_beside_many_answers),
+]

@@ -14,7 +14,7 @@ from tests.support.server_process import ServerProcess
 from tests.torture.attacks.attacker import Attack, AttackerProcess
 from tests.torture.attacks.bystander import NUM_STREAMS, Bystander, Window
 from tests.torture.attacks.claims import Claim, counts
-from tests.torture.attacks.tenants import GIVES_UP_AT_MIB, MAX_MORE_MIB, MEMORY_INTERVAL_S, memory_mib, serving_tenants
+from tests.torture.attacks.tenants import GIVES_UP_AT_MIB, MAX_MORE_MIB, MEMORY_INTERVAL_S, memory_mib
 from tests.torture.report import percentile
 
 MAX_RATIO = 2.0
@@ -70,7 +70,7 @@ def beside_bystander(
     The control window, with which only latencies are compared, has as many seconds, or `control_s`.
     """
     control_s = seconds if control_s is None else control_s
-    with serving_tenants(attack.name, *attack.flags, limits=attack.limits) as server:
+    with attack.serving() as server:
         claims = asyncio.run(_compare(server, attack, seconds, control_s, seed, num_rounds))
         num_tracebacks = server.log.read_text().count("Traceback")
     return [*claims, Claim("no traceback", f"{num_tracebacks} tracebacks", num_tracebacks == 0)]
