@@ -63,7 +63,12 @@ async def test_a_large_upload_is_made_durable_beside_the_calls_of_others(
     adding = asyncio.create_task(storage.add_file(file(storage, "file-1", "greedy")))
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.to_thread(begun.wait, TIMEOUT_S)
-        assert await storage.call("modest", storage.store.files, "modest", None, None, True, 9) == []
+        looking = storage.call("modest", storage.store.files, "modest", None, None, True, 9)
+        try:
+            assert await asyncio.wait_for(looking, 10) == []
+        except TimeoutError:
+            go.set()  # so that the storage can stop
+            raise
         assert await storage.call("greedy", storage.store.file, "greedy", "file-1") is None, "it is not durable yet"
         go.set()
         await adding

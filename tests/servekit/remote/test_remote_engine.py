@@ -474,6 +474,27 @@ async def test_one_tenants_requests_at_which_the_server_fails_do_not_stop_those_
     assert engine.state == "ready"
 
 
+async def test_a_request_that_waited_is_not_sent_if_the_breaker_of_its_tenant_opened_meanwhile(
+    remote: ScriptedServer, start: Start
+) -> None:
+    fail = threading.Event()
+    remote.scripts[TEXT] = [[fail, b": "], text_answer()]
+    engine = await start(remote, {"max_connections": 1, "failures_to_open": 1, "max_retries": 0, "cooldown": 30.0})
+
+    async def answer_for(tenant: str) -> tuple[str, FinishReason]:
+        return await read(await submit(engine, wanted(), Caller(tenant)))
+
+    async with asyncio.timeout(60):
+        first = asyncio.create_task(answer_for("a"))
+        await asyncio.to_thread(remote.wait_for, 2)
+        waiting = [asyncio.create_task(answer_for(tenant)) for tenant in ("a", "b")]
+        await asyncio.sleep(0.05)
+        fail.set()
+        ends = await asyncio.gather(first, *waiting, return_exceptions=True)
+    assert [type(end) for end in ends[:2]] == [RemoteFailed, RemoteUnavailable] and isinstance(ends[2], tuple)
+    assert len(texts_asked(remote)) == 2
+
+
 async def test_a_tenant_with_slow_answers_leaves_a_connection_to_others(remote: ScriptedServer, start: Start) -> None:
     """A tenant held all connections, and others waited until one of its answers ended, or were refused."""
     rest = threading.Event()

@@ -52,6 +52,10 @@ async def _long_with_any(attacker: Attacker) -> None:
     await attacker.post("/v1/completions", SHORT | {"model": name, "max_tokens": 1500})
 
 
+async def _long_with_one(attacker: Attacker) -> None:
+    await attacker.post("/v1/completions", SHORT | {"model": OWN, "max_tokens": 1500})
+
+
 ADAPTERS = Attack(
     "adapters",
     _any_adapter,
@@ -60,11 +64,12 @@ ADAPTERS = Attack(
     control_at_once=NUM_SWAPPING,
     makes_flags=_with_adapters,
 )
-# Few slots, so that the places of adapters are what the two tenants compete for.
 HELD = Attack(
     "held-adapters",
     _long_with_any,
     at_once=NUM_HOLDING,
+    control=_long_with_one,
+    control_at_once=MAX_LORAS,
     flags=("--scheduling-policy", "fair", "--num-kv-blocks", "4096"),
     makes_flags=_with_adapters,
 )
