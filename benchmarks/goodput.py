@@ -6,7 +6,7 @@ of two servers: one keeps at most 4,096 requests waiting, and the other one also
 is above a limit. The goodput is the number of requests per second whose first token came within that limit and a
 second.
 
-    python -m benchmarks.goodput [--seconds 40] [--max-wait 5]
+    python -m benchmarks.goodput [--seconds 40] [--max-wait 5] [--scheduling-policy fcfs]
 
 It takes two and a half minutes.
 """
@@ -51,12 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each overload")
     parser.add_argument("--max-wait", type=float, default=5.0, help="the limit of predicted waiting times, in seconds")
+    parser.add_argument("--scheduling-policy", default="shortest", help="of both servers")
     options = parser.parse_args()
     limit_s, rate = options.max_wait + 1.0, 0.0
     tell("| the line is bounded by | requests/s come | answered | refused | goodput, requests/s | TTFT p50 |")
     tell("|---|---:|---:|---:|---:|---:|")
     bounds = {f"{MAX_NUM_QUEUED:,} requests": 0.0, f"{options.max_wait:g} s of predicted wait": options.max_wait}
     flags = ["--model", MODEL, "--max-num-seqs", f"{NUM_SLOTS}", "--max-num-queued-reqs", f"{MAX_NUM_QUEUED}"]
+    flags += ["--scheduling-policy", options.scheduling_policy]
     with tempfile.TemporaryDirectory() as folder, Progress("bounds", len(bounds)) as progress:
         for number, (name, max_wait_s) in enumerate(bounds.items()):
             progress.begin(name)
