@@ -87,10 +87,11 @@ class BlockPool:
             self.num_reserved -= num_blocks
         else:
             assert num_blocks <= self.num_available, f"leasing {num_blocks} blocks, {self.num_available} are available"
-        free, holders = self._free, self._holders
-        blocks = [free.popleft() if free else self._evict() for _ in range(num_blocks)]
-        for block in blocks:
+        free, holders, blocks = self._free, self._holders, []
+        for _ in range(num_blocks):
+            block = free.popleft() if free else self._evict()
             holders[block] = 1
+            blocks.append(block)
         self.num_leased += num_blocks
         return blocks
 

@@ -276,18 +276,19 @@ class KVCacheManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Make the blocks findable whose tokens are all committed and computed by a dispatched step."""
-        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
-        if num_full <= sequence.kv.num_published or not self._enable_prefix_caching:
+        kv, num_full = sequence.kv, min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
+        if num_full <= kv.num_published or not self._enable_prefix_caching:
             return
         self._hash_blocks(sequence, num_full)
-        is_sent = self._is_sent(sequence)
-        for index in range(sequence.kv.num_published, num_full):
-            self.prefixes.publish(sequence.kv.table[index], sequence.kv.hashes[index], is_sent)
-        sequence.kv.num_published = num_full
+        table, hashes, is_sent = kv.table, kv.hashes, self._is_sent(sequence)
+        for index in range(kv.num_published, num_full):
+            self.prefixes.publish(table[index], hashes[index], is_sent)
+        kv.num_published = num_full
 
     def _is_sent(self, sequence: Sequence) -> bool:
         """Whether others are to load a sequence's blocks."""
-        return self.connector.sends_sequence(sequence.num_tokens // self.block_size)
+        connector = self.connector
+        return connector.sends and connector.sends_sequence(sequence.num_tokens // self.block_size)
 
     def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
         """Continue a sequence's chain of hashes to its first `num_blocks` blocks."""
@@ -372,6 +373,8 @@ class KVCacheManager:
                 assert (num_blocks + kv.num_reserved) * block_size >= num_tokens, "a prompt may run short of blocks"
             # A rewound sequence has nothing pending, and computes one position for the second time.
             assert kv.num_published * block_size <= min(num_computed + (not sequence.num_pending), num_tokens)
+            num_full = min(num_computed, num_tokens) // block_size
+            assert kv.num_published >= num_full or not self._enable_prefix_caching, "a full block is not findable"
             num_reserved += kv.num_reserved
             num_to_come += self._max_blocks(sequence) - num_blocks
             num_own += num_blocks - kv.num_found

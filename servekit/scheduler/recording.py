@@ -299,7 +299,7 @@ class RecordedManager(WorkloadManager):
         self._encoder = encoder
         self._hashes: list[bytes] = []
 
-    def _hash_and_note(self, previous: bytes, token_ids: memoryview) -> bytes:
+    def _hash_and_note(self, previous: bytes, token_ids: array[int]) -> bytes:
         block_hash = chain_hash(previous, token_ids)
         self._hashes.append(block_hash)
         return block_hash
@@ -569,7 +569,7 @@ class Replayer:
     def _differ(self, field: str, expected: object, got: object) -> NoReturn:
         raise ReplayDifferenceError(self._step_id, field, expected, got) from None
 
-    def _next_hash(self, previous: bytes, token_ids: memoryview) -> bytes:
+    def _next_hash(self, previous: bytes, token_ids: array[int]) -> bytes:
         if not self._hashes:
             self._differ("hashes of blocks", "no more", "one more")
         return self._hashes.pop()

@@ -506,7 +506,8 @@ class WorkloadManager:
                 prefills.append(sequence)
                 continue
             start = sequence.num_computed
-            if start + 1 >= sequence.max_length:
+            stop = start + 1
+            if stop >= sequence.max_length:
                 not_grown(sequence)
                 continue  # a step in flight ends it, or may do so by accepted drafts
             if not num_left:
@@ -531,10 +532,11 @@ class WorkloadManager:
             chunks.append(ScheduledChunk(sequence.slot, start, 1, known, new_blocks, True))
             sampled.append((sequence, sequence.incarnation))
             num_left -= 1
-            sequence.num_computed = start = start + 1
+            sequence.num_computed = stop
             sequence.num_pending = num_pending + 1
             sequence.last_step_id = step_id
-            if not start % block_size:
+            # Otherwise it is published when its last token is committed.
+            if known and not stop % block_size:
                 self.kv_cache.publish(sequence)
         step.budget = budget - len(chunks)
         step.num_decodes = len(chunks)
@@ -754,8 +756,9 @@ class WorkloadManager:
             token_ids = sequence.token_ids
             token_ids.append(token_id)
             num_tokens = len(token_ids)
-            sequence.num_pending -= 1
-            if not num_tokens % block_size:
+            sequence.num_pending = num_pending = sequence.num_pending - 1
+            # Otherwise its last position is computed by the next step, and published then.
+            if num_pending and not num_tokens % block_size:
                 self.kv_cache.publish(sequence)
             reason = None
             if num_tokens >= sequence.max_length or token_id in sequence.stop_set:
@@ -869,7 +872,7 @@ class WorkloadManager:
         sampling = sequence.sampling
         stop_token_ids = tuple(sequence.stop_set) if sampling.min_tokens else ()
         # Sampling may look back at them, and drafts may repeat them.
-        is_read = sampling.looks_back or sequence.max_drafts
+        is_read = sequence.num_computed and (sampling.looks_back or sequence.max_drafts)
         known = tuple(sequence.token_ids[: sequence.num_computed]) if is_read else ()
         group_id = (sequence.leader or sequence).sequence_id
         step.slot_assignments.append(
