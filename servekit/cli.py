@@ -224,7 +224,7 @@ def _add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add("--trace", metavar="JOURNAL", type=Path, help="draw lengths from the requests of a journal of servekit serve")
     add("--rate", metavar="NUM", type=_amount, help="requests per second of the whole service")
     add("--slo", metavar="LIMITS", help="limits for 99 %% of the requests (default: ttft:1s,tpot:50ms)")
-    add("--price-per-hour", metavar="NUM", type=_amount, help="price of one device for an hour")
+    add("--price-per-hour", metavar="NUM", type=_amount, help="price of a device for an hour (default: one provider's)")
     add(
         "--api-price",
         metavar="NUM",

@@ -275,7 +275,9 @@ def _cost(options: PlanOptions, device: Device, capacity: Capacity) -> CostPlan:
         return CostPlan(num_devices=0, num_replicas=0, rate=rate)
     num_replicas = ceil(rate / capacity.slo_rate - 1e-9)
     num_devices = num_replicas * options.tensor_parallel_size
-    price = options.price_per_hour if options.price_per_hour is not None else device.price_per_hour
+    price, price_source = options.price_per_hour, ""
+    if price is None:
+        price, price_source = device.price_per_hour, device.price_source
     per_hour = None if price is None else num_devices * price
     tokens_per_hour = rate * options.output_tokens * SECONDS_PER_HOUR
     per_month = num_replicas * capacity.slo_rate * SECONDS_PER_HOUR * HOURS_PER_MONTH
@@ -287,6 +289,7 @@ def _cost(options: PlanOptions, device: Device, capacity: Capacity) -> CostPlan:
         num_devices=num_devices,
         num_replicas=num_replicas,
         rate=rate,
+        price_source=price_source,
         per_hour=per_hour,
         per_million_output_tokens=None if per_hour is None else 1e6 * per_hour / tokens_per_hour,
         break_even_requests_per_month=break_even,
@@ -360,6 +363,8 @@ def _cost_text(result: Plan) -> str:
     text = f"for {cost.rate:.2f} requests/s: {replicas}, {devices}"
     if cost.per_hour is not None and cost.per_million_output_tokens is not None:
         text += f"; {cost.per_hour:,.2f} an hour, {cost.per_million_output_tokens:,.2f} for a million output tokens"
+        if cost.price_source:
+            text += f"\n(price of a device: {cost.price_source}; --price-per-hour takes yours)"
     if cost.break_even_requests_per_month is not None:
         break_even = f"{cost.break_even_requests_per_month:,.0f} requests a month"
         if cost.is_ever_cheaper:

@@ -27,7 +27,8 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     link_gb_s: float
     source: str
     is_cpu: bool = False
-    price_per_hour: float | None = None  # in the currency of the reader
+    price_per_hour: float | None = None  # of renting it; in US dollars in the package's file
+    price_source: str = ""  # who asks that, for what, and the day on which it was read
 
     @property
     def memory_bytes(self) -> int:

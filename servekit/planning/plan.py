@@ -38,6 +38,7 @@ class CostPlan(Struct, frozen=True, kw_only=True):
     num_devices: int
     num_replicas: int
     rate: float  # requests per second
+    price_source: str = ""  # where the price of a device comes from, if the user gave none
     per_hour: float | None = None
     per_million_output_tokens: float | None = None
     break_even_requests_per_month: float | None = None  # from which on it is cheaper than the API

@@ -159,6 +159,18 @@ def test_a_service_that_cannot_earn_its_price_is_never_cheaper(config: str) -> N
     assert dear.is_ever_cheaper is True and cheap.is_ever_cheaper is False
 
 
+def test_a_price_that_the_user_did_not_give_has_its_source_beside_it(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = known_devices()["h100"]
+    assert main(["plan", config, "--device", "h100", "--rate", "1", "--requests", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{device.price_per_hour} an hour" in printed and device.price_source in printed
+    assert main(["plan", config, "--device", "h100", "--rate", "1", "--requests", "8", "--price-per-hour", "2.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "2.50 an hour" in printed and device.price_source not in printed
+
+
 def test_a_service_breaks_even_where_a_book_says(config: str) -> None:
     """An API takes 8,500 a month for a million requests, and servers cost 10,640: as much as 1.25 million requests."""
     api_price = 8500 / (2000 + 20)  # for a million tokens

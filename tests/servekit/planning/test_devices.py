@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ def test_every_device_has_a_source_and_plausible_figures() -> None:
         assert device.source and device.name, key
         assert 50 <= device.flop_per_s("bfloat16") / device.bytes_per_s <= 500, key
         assert device.flop_per_s("fp4") == device.flop_per_s("bfloat16"), "what is not in the file counts as bfloat16"
+
+
+def test_every_price_says_who_asked_it_and_when() -> None:
+    priced = [device for device in known_devices().values() if device.price_per_hour is not None]
+    assert len(priced) >= 4
+    for device in priced:
+        assert re.search(r", 20\d\d-\d\d-\d\d$", device.price_source) and device.price_per_hour, device.name
 
 
 def test_a_device_of_ones_own_is_found_beside_the_known_ones(tmp_path: Path) -> None:
