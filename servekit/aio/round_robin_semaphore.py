@@ -10,8 +10,9 @@ from collections import Counter, deque
 class RoundRobinSemaphore:
     """A number of places. Tenants get them in turns, and the tasks of one tenant in the order in which they came.
 
-    One tenant holds at most `max_per_tenant` places (by default all of them). The rest stays free for other tenants. If
-    `nameless_may_hold_all` is set, this is not so for requests without an API key, beside which there are no others.
+    One tenant holds at most `max_per_tenant` places (by default all of them). The rest stays free for other tenants.
+    With `nameless_may_hold_all`, requests without an API key may hold all places: where they are allowed, there are no
+    other tenants.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Use the store of files and batches from the event loop: one thread calls it. Bounds what tenants may store.
 
-Tenants take turns with this thread, and each call is short: what may take long is done in other threads (`add_file`) or
-in many calls (`delete_file`). So a tenant with large files delays itself, and others by one call.
+Tenants take turns with this thread, and each call is short. What may take long is done in other threads (`add_file`) or
+in many calls (`delete_file`). So a tenant with large files delays its own calls, and those of others by one call only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 
 MAX_FILES = 4_000  # of all tenants; one tenant may have half of them
 MAX_BATCHES = 2_000
-SERVER = ""  # whose turn it is when the server itself looks at all batches, or stores answers of several tenants
-STOP_TIMEOUT_S = 30.0  # for the call that runs
+# The tenant of the server's own calls: those that look at all batches, or store answers of several tenants.
+SERVER = ""
+STOP_TIMEOUT_S = 30.0  # `stop` waits so long for the call that runs
 
 
 class BatchStorage:
@@ -38,7 +39,7 @@ class BatchStorage:
         self._sync_threads = RoundRobinExecutor("batches-sync", num_threads=2, max_submitted=2, max_per_tenant=1)
 
     async def call(self, tenant: str, method: Callable[..., Result], *arguments: object) -> Result:
-        """Return what a method of the store returns, when it is this tenant's turn. Raises StorageFailed."""
+        """Call a method of the store when it is this tenant's turn, and return its result. Raises StorageFailed."""
         return await self._run(self._thread, tenant, partial(method, *arguments))
 
     async def _run(self, threads: RoundRobinExecutor, tenant: str, work: Callable[[], Result]) -> Result:
@@ -90,7 +91,7 @@ class BatchStorage:
                 )
 
     async def stop(self) -> None:
-        """Close the store when the call that runs has ended. Calls that wait for their turn fail."""
+        """Let the call that runs end, then close the store. Calls that wait for their turn fail."""
         self._thread.shutdown()
         self._sync_threads.shutdown()
         if await self._thread.wait_ended(STOP_TIMEOUT_S):

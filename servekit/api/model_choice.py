@@ -51,7 +51,7 @@ LACKS: dict[str, str] = {
     PredictorKind.CLASSIFY: "classifies nothing",
     INFER: "computes no tensors",
 }
-MAX_KEY_CHARACTERS = 2**16  # of a conversation's texts that are in its key
+MAX_KEY_CHARACTERS = 2**16  # so many characters of a conversation are in its key
 
 
 async def engine_for(
@@ -162,8 +162,8 @@ def _wrong_kind(model: ServedModel, kind: str, served: Sequence[ServedModel]) ->
 def _beginning(conversation: Conversation) -> bytes:
     """Return a key of the conversation up to the first message of its user, which all its requests have in common.
 
-    Of a long beginning, the key has the first characters, and how long the text is that is cut. Each model of an alias
-    hashes the key, and the key is made, on the event loop: nothing here may take longer with a longer text.
+    Of a long beginning, the key has the first characters, and the length of the text in which it is cut. The key is
+    made on the event loop, and hashed there for each model of an alias. So a longer text must not take longer here.
     """
     roles = [message.get("role") for message in conversation]
     length = roles.index("user") + 1 if "user" in roles else 1
@@ -171,15 +171,16 @@ def _beginning(conversation: Conversation) -> bytes:
 
 
 class _Room:
-    """How much of a conversation a key still takes."""
+    """Counts how many characters of a conversation still fit into its key."""
 
     def __init__(self, num_characters: int) -> None:
         self._num_left = num_characters
 
     def cut(self, value: Any) -> Any:
-        """Return as much of a value as there is room for. What is no text, list or object is small, and counts as one.
+        """Return as much of a value as there is room for.
 
-        A text that is cut is replaced by its beginning and its length.
+        A text that is cut is replaced by its beginning and its length. A number, a boolean or null counts as one
+        character, because it is small.
         """
         if isinstance(value, str):
             kept = value[: max(0, self._num_left)]

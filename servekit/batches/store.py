@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0  # for a transaction of another process
-HIDDEN = 0  # the expiry of a file that is being deleted
-DELETED_ROWS, DELETED_BYTES = 500, 2**22  # of answers that are deleted at a time, about
-DELETED_ENTRIES = 20  # files and batches that are deleted at a time
+HIDDEN = 0  # `expires_s` of a file that is being deleted: no file is found with it, and after a crash it has expired
+# One call deletes about so much at most, because the calls of other tenants wait for it.
+DELETED_ROWS, DELETED_BYTES = 500, 2**22  # of answers
+DELETED_ENTRIES = 20  # files and batches
 _SCHEMA = """
 CREATE TABLE file (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -217,12 +218,12 @@ class BatchStore:
         return rows[0][0] if rows else None
 
     def hide_file(self, file: FileRecord) -> None:
-        """Begin to delete a file: nobody finds it any more. After a crash it is deleted as one that has expired."""
+        """Begin to delete a file: it is not found any more. After a crash, it is deleted like one that has expired."""
         with self._transaction():
             self._database.execute("UPDATE file SET expires_s = ? WHERE id = ?", (HIDDEN, file.id))
 
     def delete_some_results(self, batch_id: str, is_error: bool) -> bool:
-        """Delete some of the answers of a batch that are in one of its files. Return whether more may be left."""
+        """Delete some of the answers in one file of a batch. Returns whether more may be left."""
         with self._transaction():
             row_ids, num_bytes = [], 0
             for row_id, size in self._database.execute(
@@ -424,9 +425,10 @@ class BatchStore:
     # -- expiry --------------------------------------------------------------------------------------------------------
 
     def delete_expired(self, now_s: int, batches_before_s: int) -> int:
-        """Delete some files that have expired, and some batches that ended before a time, or answers of one of them.
+        """Delete some of the files that have expired, and of the batches that ended before `batches_before_s`.
 
-        Returns how many, and 0 if nothing is left. A file that a batch still reads stays.
+        If one of them has many answers, only some of these are deleted. Returns how many files and batches the call
+        has worked on; 0 if nothing is left to delete. A file that a batch still reads stays.
         """
         num_deleted = 0
         expired = self._rows("SELECT record FROM file WHERE expires_s <= ? LIMIT 1000", now_s)

@@ -6,9 +6,10 @@ until one of them has no requests. The next free place goes to the tenant whose 
 these to the one that has waited longest; so a tenant's backlog delays its own requests. Those of one tenant get places
 in order of arrival.
 
-Nothing takes a place away before the answers end, and they may take minutes. So a tenant that holds a place takes no
-other one that is kept for others: one for each tenant that has used adapters lately and holds none, up to half of the
-places, and one for a tenant that nobody has seen yet, if there are at least `KEPT_FROM`.
+A place becomes free only when its answers end, which may take minutes. So some places are kept for other tenants, and a
+tenant that already holds one cannot take these: one place for each tenant that has asked for an adapter lately and
+holds none, up to half of the places. If there are at least `KEPT_FROM` places, at least one is kept, for a tenant that
+has not asked yet.
 
 A request for an adapter that has requests needs no place, so it continues at once, unless one that needs a place has
 waited for `OVERTAKEN_S`, and is of the same tenant or of one that holds fewer places: otherwise requests for busy
@@ -46,8 +47,8 @@ MAX_PATH_CHARACTERS = 4096
 WAIT_TIMEOUT_S = 60.0  # a request waits so long for a place, and is then refused with Retry-After
 OVERTAKEN_S = 5.0  # for so long, requests for busy adapters go before one that waits for a place
 RETRY_AFTER_S = 5
-SEEN_S = 600.0  # for so long after its last request, a place is kept for a tenant
-KEPT_FROM = 4  # so many places at least, for one to be kept for a tenant that was not seen
+SEEN_S = 600.0  # for so long after a tenant's last request, a place is kept for it
+KEPT_FROM = 4  # with at least so many places, one is always kept, for a tenant that has not asked yet
 
 Ask = Callable[[LoadAdapter], Awaitable[AdapterLoaded]]  # a worker; raises WorkerError
 
@@ -217,7 +218,7 @@ class AdapterRegistry:
         place: asyncio.Future[AdapterUse] = loop.create_future()
         entry = WaitingRequest(self._find(name), tenant, place, loop.time())
         self._waiting.setdefault(tenant, deque()).append(entry)
-        self._admit()  # if only tenants wait that may not take the free places
+        self._admit()  # others may wait although places are free, because these are kept from them
         try:
             async with pause_tolerant_timeout(WAIT_TIMEOUT_S):
                 return await asyncio.shield(place)
@@ -300,12 +301,12 @@ class AdapterRegistry:
         return len(used) + (adapter not in used)
 
     def _may_take_place(self, tenant: str) -> bool:
-        """Whether a place is free that is not kept for other tenants."""
+        """Return whether a place is free that is not kept for other tenants."""
         num_free = self._max_loras - len(self._num_uses)
         return num_free > (self._num_kept_from(tenant) if tenant in self._used_by else 0)
 
     def _num_kept_from(self, tenant: str) -> int:
-        """How many places a tenant leaves to others. Without API keys there are no others."""
+        """Return how many places a tenant leaves to others. Without API keys there are no others."""
         if tenant == "":
             return 0
         since_s = asyncio.get_running_loop().time() - SEEN_S

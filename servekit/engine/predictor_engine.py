@@ -66,7 +66,7 @@ log = logging.getLogger("servekit")
 RATE_WINDOW_S = 30.0  # the rate of ended items is measured over this time
 MAX_RETRY_AFTER_S = 60
 MAX_REQUEST_IMAGES = 4  # of the largest size, or more of smaller ones: what a request may cost the worker
-MAX_QUEUED_IMAGES = 32  # the same, of all requests together; one tenant may have as many as it leaves free
+MAX_QUEUED_IMAGES = 32  # the same for all requests that have not ended; a tenant may have as much as it leaves free
 HEADER_BYTES = (2**14, 2**19)  # of an image file in which its size is searched; photos have thumbnails before it
 PROBE_CALLER = Caller(request_id="servekit-probe")
 PROBE_PRIORITY = -(2**20)

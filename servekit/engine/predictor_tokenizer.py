@@ -21,7 +21,7 @@ SHORT_REQUEST = 2**9  # characters of one text that is encoded on the event loop
 LONG_REQUEST = 2**15  # characters; requests of this length and more are encoded in threads of their own
 CHARACTERS_PER_TOKEN = 32  # characters of a long text that are first encoded for each token that it may have
 SLICE_CHARACTERS = 2**18  # encoded at a time: an encoding takes some 150 bytes a token, until only its ids are kept
-MAX_CHARACTERS = 2**23  # of a request that are encoded, those of its query once for each document
+MAX_CHARACTERS = 2**23  # that are encoded for a request; those of its query count once for each document
 SPARE_TOKENS = 64  # encoded beyond those that are kept: a cut in the text moves the borders of the tokens near it
 TIMEOUT_S = 60.0  # including the wait for others
 
@@ -87,7 +87,7 @@ class PredictorTokenizer:
             short.clear()
 
         for index, value in enumerate(request.inputs):
-            if is_abandoned():  # first: then there may be no parts
+            if is_abandoned():  # before `all_parts` is read, which is empty if `_parts_of` saw this, too
                 return []
             if isinstance(value, list | array):
                 items[index] = self._of_token_ids(value, request, index, limit)
@@ -108,11 +108,11 @@ class PredictorTokenizer:
     def _parts_of(
         self, request: PredictionRequest, prompt: str, limit: int, is_abandoned: Callable[[], bool]
     ) -> list[_Parts]:
-        """Return what is encoded of each input: nothing of token ids. Raises InvalidRequest if that is too much.
+        """Return the texts that are encoded for each input; none for token ids. Raises InvalidRequest for too much.
 
-        What a request sends is bounded by its body, but a prompt is encoded with each input, and a query with each
-        document. A reranker has one query for all documents. Were all of it encoded with each of them, a request of a
-        few kilobytes would take many seconds, so it is cut to what its model can use before it is counted.
+        The limit of a body does not bound them, because a prompt is encoded with each input, and the query of a
+        reranker with each document. A long query is cut to what the model can use before it is counted. Otherwise a
+        request of a few kilobytes would take many seconds.
         """
         found: list[_Parts] = []
         first_parts: dict[str, _Part] = {}  # by the first text of a pair

@@ -33,7 +33,7 @@ class Ablation(Struct, frozen=True):
     explanation: str
     cases: Callable[[Workload, LabSettings], list[Case]]
     figures: tuple[str, ...]  # fields of Summary
-    is_in_pairs: bool = False  # each two runs belong together, and otherwise the first and the last show the effect
+    is_in_pairs: bool = False  # then the last two runs show the effect; otherwise the first and the last one do
 
 
 def _kv_cache(_: Workload, settings: LabSettings) -> list[Case]:

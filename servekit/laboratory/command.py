@@ -49,7 +49,7 @@ class LabOptions(Struct, frozen=True, kw_only=True):
     model: str | None = None
     real: bool = False
     slots: int = 8
-    kv_tokens: int | None = None  # DEFAULT_KV_TOKENS, or as many as the longest sequence has
+    kv_tokens: int | None = None  # None: DEFAULT_KV_TOKENS, or max_model_len if that is more
     max_model_len: int = 1024
     block_size: int = 16
     chunk_tokens: int = 64
@@ -205,7 +205,7 @@ def _print_ablation(options: LabOptions, settings: LabSettings, workload: Worklo
                 summary=summarise(timeline, case.settings.num_slots),
             )
         )
-        workload = case.workload
+        workload = case.workload  # an ablation may have a workload of its own, which the title then names
     title = f"{ablation.explanation}; {workload.name}, {_model_name(options)}, in virtual time"
     rows = [(picture.name, picture.summary) for picture in pictures]
     if options.as_json:

@@ -33,9 +33,10 @@ class Picture(Struct, frozen=True, kw_only=True):
 def as_page(
     title: str, pictures: Sequence[Picture], figures: Sequence[str] = COMPARISON, *, number_of_first: int = 0
 ) -> str:
-    """Write a page with one timeline for each run: a lane for each slot, two runs on the same scale of time.
+    """Return a page with a timeline of each run, with a lane for each slot. It shows two runs on one scale of time.
 
-    `figures` are the fields of Summary in its table. At first it shows one run and, next to it, the last one.
+    `figures` are the fields of Summary in its table. Until a reader chooses others, it shows the run with the number
+    `number_of_first` and the last run.
     """
     data = {
         "title": title,

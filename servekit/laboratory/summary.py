@@ -24,7 +24,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     ttft_p99_s: float
     itl_p50_s: float
     itl_p99_s: float
-    last_token_s: float  # from the token before the last one of all, or from the first arrival, to the last one
+    last_token_s: float  # between the last two tokens of all; if there is only one, from the first arrival to it
     idle_slot_share: float  # of the slots' time
     unused_memory_share: float  # of the places in the KV cache that running sequences held
     cached_prompt_share: float  # of the prompts' tokens

@@ -1,4 +1,4 @@
-"""Bound the retries of all requests together, so that a server that fails does not get a multiple of its load.
+"""Bound the retries of a tenant's requests together, so that a server that fails does not get a multiple of its load.
 
 This is the retry budget of Finagle and of gRPC (proposal A6): each request adds a part of a retry, and each retry takes
 a whole one. While the server works, a few retries are saved for a short failure. While it fails, retries add at most

@@ -2,8 +2,8 @@
 
 The same code serves all APIs of remote servers. It bounds the requests that wait (`max_num_queued_reqs`), the
 connections (`max_connections`; tenants take turns), the wait for a connection, the retries of one request, and the
-retries of a tenant's requests together. A server that fails at a tenant's requests gets none of them for a while
-(`TenantBreakers`). Everything runs on the event loop's thread.
+retries of a tenant's requests together. If a server keeps failing at a tenant's requests, it gets no requests of this
+tenant for a while (`TenantBreakers`). Everything runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("servekit")
 FIRST_BACKOFF_S = 0.1  # before the first retry; doubled for each further one, less a random part of up to half
 MAX_WAIT_S = 2.0  # the longest wait that a server may ask for; if it asks for more, the client must retry
 RETRY_AFTER_S = 5
-SPARED_SHARE = 8  # one connection of so many is not for a tenant that has all others
+SPARED_SHARE = 8  # of so many connections, a tenant leaves one to others
 
 
 class Attempt:
@@ -83,12 +83,12 @@ class Sender:
 
     @property
     def breaker(self) -> CircuitBreaker:
-        """The circuit breaker that tells how the server is. Each tenant has its own."""
+        """The circuit breaker that readiness and metrics show. Each tenant has its own (`TenantBreakers.shown`)."""
         return self._breakers.shown
 
     @property
     def refuses_requests(self) -> bool:
-        """Whether the breaker is open. False when its cooldown is over: then a request is needed as the probe."""
+        """Whether the shown breaker is open. False when its cooldown is over: then a request is needed as the probe."""
         return self._refuses(self.breaker)
 
     def _refuses(self, breaker: CircuitBreaker) -> bool:

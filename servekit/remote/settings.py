@@ -41,8 +41,9 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: Annotated[int, Meta(ge=1, le=4096)] = 64
     connect_timeout: Seconds = 5.0
     max_retries: Annotated[int, Meta(ge=0, le=10)] = 2  # of one request, before any of its answer has come
-    retry_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2  # retries for each request, over all of them
-    failures_to_open: Annotated[int, Meta(ge=1, le=1000)] = 5  # failures in a row that open the circuit breaker
+    retry_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2  # retries for each request, over all of a tenant
+    # Failures in a row at a tenant's requests that open its circuit breaker.
+    failures_to_open: Annotated[int, Meta(ge=1, le=1000)] = 5
     cooldown: Seconds = 5.0  # that it stays open; doubled after each failed probe, up to a minute
 
     # The name of the setting that bounds the wait for a connection, and then the wait for the first part of the answer.

@@ -1,8 +1,8 @@
 """Keep a circuit breaker and a budget of retries for each tenant, so that no tenant's requests stop those of others.
 
 A server may fail at one tenant's requests only: at a prompt that its model cannot take, or that takes too long. Then
-that tenant's breaker opens. If the server fails at all requests, each tenant's breaker opens by itself, after as many
-failures as one of them may see. Like the breaker, this is pure: times are arguments.
+only that tenant's breaker opens. If the server fails at all requests, the breaker of each tenant opens after
+`failures_to_open` failures of its own requests. Like the breaker, this is pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class TenantBreakers:
 
     @property
     def shown(self) -> CircuitBreaker:
-        """The breaker that tells how the server is: of the tenant whose breaker opened last or that was answered since.
+        """The breaker that opened last; or, if a tenant was answered since then, that tenant's breaker.
 
-        Readiness and metrics show it. No request is refused because of another tenant's breaker.
+        Readiness and metrics show it as the state of the server. It refuses no request of another tenant.
         """
         return self._shown
 
@@ -33,11 +33,11 @@ class TenantBreakers:
         return self._breakers.get(tenant) or self._breakers.setdefault(tenant, self._new_breaker())
 
     def retries(self, tenant: str) -> RetryBudget:
-        """Return the retries of a tenant."""
+        """Return the budget of retries of a tenant."""
         return self._retries.get(tenant) or self._retries.setdefault(tenant, RetryBudget(self._retry_ratio))
 
     def end(self, tenant: str, permit: Permit, outcome: Outcome, now_s: float) -> bool:
-        """Report how a permitted request ended. Returns whether the tenant's breaker has opened."""
+        """Report how a permitted request ended. Returns whether this opened the tenant's breaker."""
         breaker = self.of(tenant)
         before = breaker.state
         breaker.end(permit, outcome, now_s)

@@ -269,7 +269,7 @@ class TritonEngine(RemoteModel):
             if failure.status == 404 or failure.server_message.startswith("Request for unknown model"):
                 self._lose(failure)
             elif failure.status == FAILED_STATUS and failure.server_message:
-                # The server reports that the model's code has failed. One tenant's input must not open the breaker.
+                # The server reports that the model's code has failed. An input must not open the breaker of its tenant.
                 failure.outcome = Outcome.ANSWERED
             raise
         if len(answer) > MAX_ANSWER_BYTES:

@@ -85,8 +85,8 @@ MAX_COST = 4.0
 # those that end with most of their prompts not charged yet still pay for these.
 LARGEST_DEBT = 4 * MAX_DEBT
 
-# While a step with drafts that is expected to take at least this long is in flight, the next step is not sent, so that
-# it has the requests that arrive meanwhile. The device then idles until the server has sent it: mostly 0.3 ms.
+# While a step with drafts that is expected to take at least this long is in flight, the next step is not planned. So
+# the next step has the requests that arrive meanwhile. In return the device idles until it is sent: mostly 0.3 ms.
 MIN_AWAITED_S = 8e-3
 
 
@@ -239,10 +239,10 @@ class DraftLengths:
         return num_drafts
 
     def is_awaited(self, step: Step, position_s: float) -> bool:
-        """Whether the next step should not be planned before this one, the newest, has its result.
+        """Return whether the next step should be planned only when this one, the newest, has its result.
 
-        Drafts make steps longer. With another step in flight, a request that arrives would wait for two of them. It
-        does not matter for a sequence alone, because its client mostly waits for its end.
+        Drafts make steps longer. With another step in flight, a request that arrives would wait for two of them. A step
+        of one sequence is not awaited: mostly there is one client then, which sends no request before its answer ends.
         """
         if not (self.is_worthwhile and step.num_drafts) or step.num_decodes < 2:
             return False

@@ -535,7 +535,7 @@ class WorkloadManager:
             sequence.num_computed = stop
             sequence.num_pending = num_pending + 1
             sequence.last_step_id = step_id
-            # Otherwise it is published when its last token is committed.
+            # If the block's last token is not known yet, the commit of that token publishes it.
             if known and not stop % block_size:
                 self.kv_cache.publish(sequence)
         step.budget = budget - len(chunks)
@@ -669,7 +669,7 @@ class WorkloadManager:
 
     @property
     def _position_s(self) -> float:
-        """What a position beyond those of the steps that were measured is expected to take, in seconds."""
+        """The time in seconds that each position is expected to take beyond those of the steps that were measured."""
         return self.prefill_limiter.step_times.prefill_s
 
     def _schedule_drafts(self, step: Step) -> None:
@@ -757,7 +757,7 @@ class WorkloadManager:
             token_ids.append(token_id)
             num_tokens = len(token_ids)
             sequence.num_pending = num_pending = sequence.num_pending - 1
-            # Otherwise its last position is computed by the next step, and published then.
+            # Otherwise the next step computes the block's last position, and publishes the block.
             if num_pending and not num_tokens % block_size:
                 self.kv_cache.publish(sequence)
             reason = None
@@ -766,15 +766,15 @@ class WorkloadManager:
             tokens.append(SequenceToken(sequence, token_id, reason, of_token))
 
     def _settle_times(self, step: Step, now_s: float) -> float:
-        """Learn from the time of a step that is done now, and return what it took of its sequences' time."""
+        """Learn from the time of a step that is done now. Returns how much time it has cost its sequences."""
         # From when the worker could begin with it: when it was sent, or when the step before it was done.
         before_s, began_s = self._last_commit_s, max(step.planned_s, self._last_commit_s)
         if not step.loads:  # what they take says nothing of other steps
             self.prefill_limiter.observe(step.num_prefill_tokens, step.num_decodes, now_s - began_s)
         self._last_commit_s = self.log.now_s = now_s
         self._record(step, began_s)
-        # A step that continues answers and was sent while none was in flight awaited the result before it. So the time
-        # until it was sent was lost because of that.
+        # A step that continues answers and was sent while none was in flight has awaited the result before it. Its
+        # sequences waited from that result until the step was sent, so this time counts, too.
         return now_s - (before_s if step.num_decodes else began_s)
 
     def _settle_transfers(self, step: Step) -> None:

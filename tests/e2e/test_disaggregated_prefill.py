@@ -25,8 +25,8 @@ APART = ("--data-parallel-size", "2", "--prefill-replicas", "1")
 LONG = " ".join(f"boat {number} of boats" for number in range(40))
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
-# Steps of another size add numbers in another order. transformers' own logprobs of LONG in float32 are up to 2e-4 from
-# those in float64, so two float32 runs may differ by 4e-4; 1.3e-4 was seen on a processor with AMX.
+# Steps of another size add numbers in another order. transformers' own logprobs of LONG in float32 differ by up to 2e-4
+# from those in float64. So two runs in float32 may differ by 4e-4; 1.3e-4 was seen on a processor with AMX.
 LOGPROB_TOLERANCE = 1e-3
 Answers = list[tuple[dict[str, Any], list[float]]]
 REQUESTS: list[dict[str, Any]] = [
@@ -74,7 +74,7 @@ def all_choices(server: ServerProcess, requests: list[dict[str, Any]] = REQUESTS
 
 
 def assert_same(found: list[Answers], expected: list[Answers], requests: list[dict[str, Any]] = REQUESTS) -> None:
-    """All but logprobs is equal; logprobs differ by the rounding of float32 only."""
+    """Assert that answers are equal, and that their logprobs differ by the rounding of float32 only."""
     for body, answers, others in zip(requests, found, expected, strict=True):
         assert [each for each, _ in answers] == [each for each, _ in others], body
         for (_, numbers), (_, of_other) in zip(answers, others, strict=True):

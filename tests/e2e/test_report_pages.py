@@ -24,7 +24,7 @@ POINTED_AT = {
     "replay": ("svg", "happened"),
     "explain": (".lane span", "after"),
 }
-# Texts of pictures that are not wholly inside them.
+# The texts in pictures that are not wholly inside their picture.
 CUT_OFF = """[...document.querySelectorAll("svg text")].filter((text) => {
     const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
     return box.x < 0 || box.x + box.width > view.width || box.y < 0 || box.y + box.height > view.height;
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     serve(folder / "journal", CONFIG, requests(30, 30.0))
     few = ["--device", "l4", "--requests", "20", "--prompt-tokens", "2000", "--output-tokens", "20"]
     for arguments in (
-        ["lab", "--workload", "textbook", "--requests", "64"],  # a number of the axis is at its end
+        ["lab", "--workload", "textbook", "--requests", "64"],  # its axis has a number at its end
         ["plan", config, *few, "--slo", "ttft:20s,tpot:1s"],
         ["replay", journal, "--num-kv-blocks", "64"],
         ["explain", journal, "7"],
@@ -79,7 +79,7 @@ def test_a_page_is_drawn_in_both_schemes_and_fits_narrow_and_wide_windows(
 
 @pytest.mark.parametrize("number", [3, MAX_INTERVALS])
 def test_the_lane_of_an_explanation_ends_with_its_last_interval(number: int, tmp_path: Path, browser: Browser) -> None:
-    """However many short ones there are before it."""
+    """Short intervals before it do not move its end out of the picture, however many there are."""
     ends_s = [0.001 * (index + 1) for index in range(number - 1)] + [100.0]
     intervals = [
         Interval(TimeCause.DECODE if index % 2 else TimeCause.PREFILL, start_s, end_s)

@@ -41,7 +41,7 @@ class Device:
     row_s: float = 0.0
     computed_s: float = 0.0
     cold_s: float = 0.0  # of the first steps with drafts
-    idle_s: float = 0.0  # until the device has a step that was planned while none was in flight
+    idle_s: float = 0.0  # the device is idle so long before a step that was planned while none was in flight
 
     def model_s(self, num_positions: int) -> float:
         """The model's time, in seconds."""
@@ -95,7 +95,7 @@ class Played:
     num_drafted: int
     num_steps: int
     drafting: list[bool]  # whether each step had drafts
-    ttft_s: float  # the mean time to the first token, behind the first tokens
+    ttft_s: float  # the mean time to the first token of an answer, without the answers that began in `first_tokens`
 
 
 def play(
@@ -140,7 +140,7 @@ def play(
         manager.draft_lengths = lengths
     drafter, deviation = _Drafter(device), sqrt(log(1.0 + noise**2))  # of the factor's logarithm
     next_id, now_s, free_s, spent_s, began_s, num_answered = 0, 0.0, 0.0, 0.0, 0.0, 0
-    arrivals_s: dict[int, float] = {}  # of sequences without a token, by id
+    arrivals_s: dict[int, float] = {}  # by id, of sequences that have no token yet
     ttfts_s: list[float] = []
     num_running = num_left = 0  # requests that are being answered, and those of the round that were not asked yet
     drafting: list[bool] = []

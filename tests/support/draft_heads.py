@@ -119,9 +119,9 @@ def make_eagle3_head(
 
 
 def make_medusa_heads(directory: Path, target: Any, *, scale: float = 0.3, seed: int = 3) -> None:
-    """Write heads of one residual block each for a model of the configuration `target`, whose output head they use.
+    """Write Medusa heads of one residual block each for a model of the configuration `target`, whose matrix they use.
 
-    With the scale 0 they change nothing: each of them guesses the token that the model has just chosen.
+    With `scale` 0 they change no hidden state: each of them guesses the token that the model has just chosen.
     """
     torch.manual_seed(seed)
     size = target.hidden_size

@@ -309,8 +309,8 @@ typedef struct {
 } token_span;
 
 /* Compute the spans, which together have at most MAX_STEP_TOKENS tokens. model->logits gets those of the last num_chosen
-   tokens of each span. adapters: as of decode_layers. chosen: NULL, or as many numbers, which get the likeliest token
-   after each of these tokens; the table gets it, too, at the position after that token. */
+   tokens of each span. adapters: as for decode_layers. chosen: NULL, or as many numbers: they get the likeliest token
+   after each of these tokens. The table gets it, too, at the position after that token. */
 void compute_step(const language_model *model, const slot_table *table, const lora_step *adapters, const token_span *spans,
                   int64_t num_spans, int64_t *chosen);
 

@@ -21,18 +21,18 @@ static inline void store_weights(packed *to, floats weights) {
 #endif
 }
 
-/* The softmax of a row, as far as it is computed. The weight of a score is e^(score - ceiling), and no score was above
-   the ceiling so far. */
+/* The softmax of a row, as far as it is computed. The weight of a score is e^(score - ceiling). No score so far is
+   above the ceiling. */
 typedef struct {
     floats total; /* the sum of the weights, lane by lane */
     float ceiling;
 } row_softmax;
 
-/* When a score is above the ceiling, the new ceiling is higher than that by this many powers of two: few rows have to
-   raise it again. Weights have enough bits for that, because they are floating-point numbers. */
+/* When a score is above the ceiling, the new ceiling is above that score by this many powers of two. So few rows have
+   to raise it again. Weights lose no precision by that, because they are floating-point numbers. */
 static const float HEADROOM_BITS = 8.0f;
 
-/* What a score is multiplied by to be a power of two. */
+/* The factor that turns a score into the exponent of a power of two. */
 static inline float to_power_of(const attention_params *params) {
     return LOG2_E * (params->softcap != 0.0f ? 1.0f : params->scale); /* capped scores have been scaled */
 }
@@ -43,8 +43,8 @@ static inline row_softmax begin_softmax(const attention_params *params, float si
 }
 
 /* Turn the scores of row `r` and a strip into weights. If the ceiling must be raised, the row's total and its `width`
-   vectors of sums of values decay. value_scales: what the weights, but not their total, are multiplied by, for each tile a
-   vector; NULL: nothing. */
+   vectors of sums of values are rescaled. value_scales: for each tile, a vector by which the weights are multiplied,
+   but not their total; NULL: none. */
 INLINE void weigh(tile_weights *weights, row_softmax *row, floats *sums, int64_t width,
                   const floats (*scores)[MAX_ROWS], int r, int num_tiles, float to_power,
                   const uint8_t *const *value_scales) {

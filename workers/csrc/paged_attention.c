@@ -1,8 +1,8 @@
 /* Attention over KV pages on a CPU, for any mixture of prompt chunks and single tokens in one step.
 
-   Nothing is gathered. Each key and value is read in place, once for up to eight query rows of a decode step, and for 24 or
-   more of a prompt. The softmax is computed online (online_softmax.h). The query heads that share a key head are further
-   query rows of it.
+   Nothing is gathered. Each key and value is read in place: in a decode step once for up to eight query rows, and in a
+   prompt once for MAX_PROMPT_ROWS (eight over codes). The softmax is computed online (online_softmax.h). The query
+   heads that share a key head are further query rows of it.
 
    The layout of the pages is the one that the multiplications read: tiles of sixteen tokens of one head,
 
@@ -33,8 +33,8 @@
 #include "online_softmax.h"
 #include "products.h"
 
-/* A prompt's rows are computed PROMPT_ROWS at a time, all tiles of a strip together if SCORES_STRIPS, so that all sums stay
-   in registers. MAX_PROMPT_ROWS share a strip while it is in the first-level cache. */
+/* A prompt's rows are computed PROMPT_ROWS at a time, so that all sums stay in registers; with SCORES_STRIPS, for all
+   tiles of a strip together. MAX_PROMPT_ROWS rows read a strip while it is in the first-level cache. */
 #ifdef __AVX512F__
 enum { PROMPT_ROWS = 6, SCORES_STRIPS = 1 };
 #else
@@ -43,8 +43,8 @@ enum { PROMPT_ROWS = MAX_ROWS, SCORES_STRIPS = 0 };
 enum { MAX_PROMPT_ROWS = 4 * PROMPT_ROWS };
 enum { MAX_DECODE_QUERIES = 16 }; /* a token and its drafts; more of them are a prompt chunk */
 
-/* The vectors of values that are multiplied together by the weights of num_rows rows. Without AVX-512, GCC keeps the sums
-   of more than one in memory, which takes four times as long. */
+/* How many vectors of values are multiplied at once by the weights of num_rows rows. Without AVX-512, GCC keeps the
+   sums of more than one in memory, which takes four times as long. */
 static inline int value_vectors(int num_rows) { return !SCORES_STRIPS ? 1 : num_rows <= 6 ? 4 : 2; }
 
 static inline floats multiply_add(floats sum, const scalar *values, packed value) {
@@ -169,8 +169,8 @@ static void rotate_and_store(const layer_pages *pages, const attention_metadata 
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
-/* The unit of work: up to eight query rows of one key head, or MAX_PROMPT_ROWS of a prompt. If g query heads share a key head, then row i is query head
-   i % g of that key head, in query i / g. */
+/* The unit of work: up to eight query rows of one key head, or up to MAX_PROMPT_ROWS of a prompt. If g query heads
+   share a key head, then row i is query head i % g of that key head, in query i / g. */
 typedef struct {
     const attention_params *params;
     const uint8_t *keys, *values; /* the layer's pages */
@@ -335,9 +335,9 @@ static inline void finish_row(scalar *output, const floats *sums, floats total, 
     }
 }
 
-/* Attention of one query group of a decode step, or of any over codes. `next` is the group that this thread computes
-   afterwards, or NULL: its first keys and values are prefetched while the last ones of this group are read. num_rows: see
-   score_tile. has_codes is a constant, too: whether the pages hold codes, and not scalars. */
+/* Attention of one query group: of a decode step, or of any step if the pages hold codes. `next` is the group that this
+   thread computes afterwards, or NULL: its first keys and values are prefetched while the last ones of this group are
+   read. num_rows: see score_tile. has_codes is a constant, too: whether the pages hold codes, and not scalars. */
 static inline __attribute__((always_inline)) void attend_rows(const query_group *group, const query_group *next,
                                                               const int num_rows, const int has_codes) {
     const attention_params *params = group->params;
@@ -421,8 +421,8 @@ static inline __attribute__((always_inline)) void attend_group_over(const query_
 }
 
 /* Scores of PROMPT_ROWS queries against num_tiles tiles, a constant. A pair of a query is loaded once for all tiles: a
-   processor that starts two multiplications in a cycle does not load a pair for each of them. There is one chain of sums for
-   a score, for any number of tiles: how many a strip has depends on where the chunk ends, and the scores must not. */
+   processor that starts two multiplications in a cycle does not load a pair for each of them. Each score has one chain
+   of sums, whatever the number of tiles: that depends on where the chunk ends, and the scores must not. */
 INLINE void score_tiles(floats (*scores)[MAX_ROWS], const int num_tiles, const uint8_t *const *tiles,
                         const packed *queries, int64_t num_packed) {
     floats sum[PROMPT_ROWS][STRIP_TILES];
@@ -490,8 +490,8 @@ static __attribute__((noinline)) void add_values(floats *sums, int64_t width, co
                           weights);
 }
 
-/* Attention of a query group of a prompt chunk. Each strip of keys and values is read by all rows, a few at a time, before
-   the next one is: from the first-level cache but for the first time. */
+/* Attention of a query group of a prompt chunk. All rows read a strip of keys and values, PROMPT_ROWS at a time, before
+   any row reads the next strip. So only the first rows read a strip that is not in the first-level cache. */
 static void attend_prompt(const query_group *group) {
     const attention_params *params = group->params;
     const int64_t num_packed = round_up_to_lanes(params->key_dim) / PACK;

@@ -3,7 +3,8 @@
 A file begins with a header: the format, the identity of the model, the block's key, and a checksum. The identity covers
 everything that a block's bytes depend on. If a header does not match, the file is deleted, and the block is computed
 again. The checksum detects damage, but not changes on purpose: a user who may write to the folder can change answers.
-So the folder is private. It is XXH3, of 64 bits: CRC-32 took longer than to copy the file from the kernel's memory.
+So the folder is private. The checksum is XXH3 of 64 bits: CRC-32 took longer than copying the file from the page
+cache.
 
 Files are written by a thread, without waiting for the disk: a file that a power failure cuts off does not pass the
 check. If the disk is slower than what is stored, blocks are left out.
@@ -86,7 +87,7 @@ class DiskTier:
         self._max_prefetched = max(1, MAX_PREFETCHED_BYTES // self._file_bytes)
         # (when it began, the reading), the oldest first
         self._prefetched: OrderedDict[bytes, tuple[float, Future[Bytes | None]]] = OrderedDict()
-        # Memory that has been written to, for what is read ahead: to get new pages takes longer than to read a file.
+        # Memory for what is read ahead. It has been used before: to get new pages takes longer than to read a file.
         self._spare: list[Bytes] = []
         threading.Thread(target=self._write_all, daemon=True, name="kv-write").start()
 
@@ -153,12 +154,12 @@ class DiskTier:
     ) -> list[bool]:
         """Read blocks into memory, one row for each key. Returns which were there and undamaged.
 
-        What was read ahead is copied to its row. If it may replace the row's memory in the list, nothing is copied.
+        What was read ahead is copied to its row. With `may_replace`, it replaces the row's memory in the list instead.
 
-        `use` gets the indices of those that were, at least so many at a time but for the last ones, while others are
-        still read: so their rows are in a processor's cache. It is called by this thread, which also reads: on a busy
-        machine, it would wait long for the threads that help. The files of damaged blocks are deleted, and anything
-        may be in their rows.
+        `use` gets the indices of blocks that were read, while others are still read, so that their rows are in a
+        processor's cache. It gets at least `num_used_at_once` of them at a time, and the last ones when all are read.
+        It is called in the thread that calls this method. That thread reads blocks, too: on a busy machine, it would
+        wait long for the threads that help. The files of damaged blocks are deleted, and anything may be in their rows.
         """
         ahead = [self._prefetched.pop(key, (0.0, None))[1] for key in keys]
         jobs = iter(list(enumerate(zip(keys, rows, ahead, strict=True))))  # each thread takes the next one
@@ -184,7 +185,7 @@ class DiskTier:
         finally:
             for _ in jobs:  # if `use` has raised, no other block is read
                 pass
-            helpers = [helper for helper in helpers if not helper.cancel()]  # without those that have not begun
+            helpers = [helper for helper in helpers if not helper.cancel()]  # those that have begun
             wait(helpers)  # then nothing writes to the rows any more
         for helper in helpers:
             helper.result()

@@ -34,7 +34,7 @@ MAX_KEYS = 2**16  # keys that a new worker announces; more would delay the serve
 MAX_DROPPED = 2**14  # keys in one report: a message has a bound
 BATCH_BLOCKS = 64  # blocks that are copied or read at once; the copies take memory besides the buffer
 PINNING_LIMITS = (2, 304)  # cudaErrorMemoryAllocation and cudaErrorOperatingSystem: too much memory to be pinned
-# A copy in the host's memory. It keeps Python's lock: to give it up and take it again would take longer than the copy.
+# A copy in the host's memory. It keeps the GIL: to release and acquire it again would take longer than the copy.
 _move = ctypes.PyDLL(None).memmove
 _move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 STAGED_BYTES = 16 * 2**20  # of a GPU's memory, through which copies pass; the reserve of memory_profiling.py has room
@@ -220,15 +220,16 @@ class OffloadingConnector:
 
 
 class _HostCopies:
-    """Copies between pages and buffer that are both in the host's memory.
+    """Copies between pages and a buffer that are both in the host's memory.
 
-    A layer's part of a block is one copy. Torch gathers such parts to other memory first, and scatters them from there.
+    A layer's part of a block is one copy. Torch would gather such parts in other memory first, and scatter them from
+    there.
     """
 
     num_at_once = 1  # of the blocks that come from files: a processor's cache still has them
 
     def __init__(self, pages: list[Tensor], memory: list[Bytes]) -> None:
-        """`memory` is that of each row. It may be replaced in the list."""
+        """`memory` has the memory of each row. It is read for each copy, because an entry may be replaced."""
         assert all(each.is_contiguous() for each in pages)
         self._pages, self._memory = pages, memory
         self._num_blocks = len(pages[0])
@@ -250,7 +251,7 @@ class _HostCopies:
                 row += num_bytes
 
     def _check(self, blocks: list[int], rows: list[int]) -> list[tuple[int, int]]:
-        """Return (block, address of its row). Raises IndexError for blocks that are outside of the pages."""
+        """Return each block with the address of its row. Raises IndexError for blocks that the pages do not have."""
         if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             raise IndexError(f"there are {self._num_blocks} blocks, and the plan names {blocks}")
         return [(block, self._memory[row].ctypes.data) for block, row in zip(blocks, rows, strict=True)]

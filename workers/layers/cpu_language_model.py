@@ -125,16 +125,17 @@ class CpuLanguageModel:
         self._know_positions(min(MIN_POSITIONS, table.row_length))
 
     def choose(self, spans: list[Span], adapters: LoraStep | None = None) -> list[int]:
-        """Compute the spans, and return the likeliest token after each of the last tokens of a span.
+        """Compute the spans, and return the likeliest token after each of the last tokens of every span.
 
-        A span says of how many. The table gets the likeliest tokens, too. `adapters` are those of the spans' tokens.
+        Each span says how many these are. The table gets the likeliest tokens, too. `adapters` are those of the spans'
+        tokens.
         """
         self._run(spans, adapters, self._chosen_address)
         chosen: list[int] = self._chosen[: _num_chosen(spans)].tolist()
         return chosen
 
     def logits(self, spans: list[Span], adapters: LoraStep | None = None) -> Tensor:
-        """Do the same, but return logits [number of tokens to choose, vocab_size] in float32, and choose none."""
+        """Compute the spans, and return the logits [number of tokens to choose, vocab_size] in float32. Choose none."""
         self._run(spans, adapters, None)
         return self._logits[: _num_chosen(spans)].to(torch.float32, copy=True)
 
@@ -145,9 +146,10 @@ class CpuLanguageModel:
         self._compute_step(*self._addresses, adapters_address, self._spans_address, len(spans), chosen_address)
 
     def continue_greedily(self, spans: list[Span]) -> list[list[int]]:
-        """Compute the spans, and choose tokens after each, one after the other: always the likeliest.
+        """Compute the spans, and continue each one with as many tokens as it asks for, always with the likeliest.
 
-        Spans are in descending order of their numbers of tokens. All of these but the last have keys and values then.
+        Spans are in descending order of these numbers. Afterwards all chosen tokens of a span but the last have keys
+        and values.
         """
         numbers = [num_chosen for *_, num_chosen in spans]
         self._know_positions(max([stop + num_chosen for _, _, stop, num_chosen in spans]))

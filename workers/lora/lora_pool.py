@@ -227,7 +227,7 @@ class LoraPool:
             yield
 
     def make_step(self, places: Places, mask: Tensor | None = None) -> LoraStep:
-        """Return what a step needs to compute with the adapters in these places of its rows. Without a mask: for C."""
+        """Return what a step needs to compute with adapters. `places` has the place of each row's. C needs no mask."""
         return LoraStep(places, rank_in_c(self.max_rank), self._max_parts, self.dtype, mask)
 
     @contextlib.contextmanager

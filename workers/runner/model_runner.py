@@ -162,7 +162,7 @@ class CompleteOutputs:
 class Adapters:
     """The LoRA adapters of a step's chunks."""
 
-    places: Indices | None  # [num_chunks] in memory, or NO_ADAPTER; None if no chunk has one
+    places: Indices | None  # [num_chunks] of the adapters in memory, or NO_ADAPTER; None if no chunk has one
     failures: dict[int, str]  # by slot: the reason why its adapter cannot be used
 
 
@@ -324,8 +324,8 @@ class ModelRunner:
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, Batch | Adapters]:
         """Apply what the plan changes before anything is computed. Raises OutOfMemory.
 
-        Returns the plan that is executed, which names the drafts with speculation, and its inputs. If C reads them from
-        the table, they are only its adapters.
+        Returns the plan that is executed, which names the drafts with speculation, and its inputs. If C reads the step
+        from the table, the inputs are its adapters only.
         """
         try:
             return self._apply(plan)
@@ -475,7 +475,7 @@ class ModelRunner:
         return StepOutputs(plan, sampled, of_prompts)
 
     def _execute_in_one_call(self, plan: StepPlan, adapters: Adapters) -> StepOutputs | CompleteOutputs:
-        """Execute a step that `_is_one_call`: C computes it, and chooses tokens where all rows are greedy."""
+        """Execute a step of which `_is_one_call` is true: C computes it, and chooses tokens if all rows are greedy."""
         assert self._in_c is not None
         table, sampling = self.table, [chunk for chunk in plan.chunks if chunk.samples]
         spans = [

@@ -91,10 +91,9 @@ class Drafter:
     """Guesses tokens. The runner calls it in each step, also in steps in which no sequence wants drafts.
 
     The order is: `begin`; `commit` for each sequence of which more became known; `prepare` and `propose`, if a sequence
-    wants drafts;
-    then the model's forward pass and the choice of tokens; `observe`, if the drafter reads hidden states; and
-    `compute_prompts`. On a GPU the host knows the chosen tokens later:
-    `commit` comes before the next `propose` for the sequence, and there may be several steps between.
+    wants drafts; then the model's forward pass and the choice of tokens; `observe`, if the drafter reads hidden states;
+    and `compute_prompts`. On a GPU the host knows the chosen tokens later: `commit` comes before the next `propose` for
+    the sequence, and there may be several steps between.
 
     Subclasses override what they need; the other methods do nothing.
     """
@@ -142,5 +141,5 @@ class Drafter:
     def compute_prompts(self) -> None:
         """Compute what the drafter needs of the prompts in this step's chunks, at the end of the step.
 
-        If a step is computed in parts, this is called after each part. This time does not count as time of drafts.
+        If a step is computed in parts, this is called after each part. Its time does not count as time of drafts.
         """

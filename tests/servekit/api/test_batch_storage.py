@@ -33,7 +33,7 @@ def file(storage: BatchStorage, file_id: str, tenant: str, **changes: Any) -> Fi
 
 
 async def test_tenants_take_turns_with_the_store(storage: BatchStorage) -> None:
-    """The calls of all tenants were made in the order in which they came."""
+    """Before, calls of all tenants were made in the order in which they came."""
     go, called = threading.Event(), list[str]()
 
     def work(tenant: str) -> None:
@@ -52,7 +52,7 @@ async def test_tenants_take_turns_with_the_store(storage: BatchStorage) -> None:
 async def test_a_large_upload_is_made_durable_beside_the_calls_of_others(
     storage: BatchStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk may take seconds for it, and all files and batches waited meanwhile."""
+    """The disk may take seconds for it. Before, the calls of all tenants waited for that."""
     go, begun = threading.Event(), threading.Event()
 
     def sync(_: int) -> None:
@@ -78,7 +78,7 @@ async def test_a_large_upload_is_made_durable_beside_the_calls_of_others(
 async def test_a_large_output_is_deleted_in_pieces_while_nobody_sees_it(
     storage: BatchStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To delete an output of gigabytes takes seconds, and all files and batches waited meanwhile."""
+    """To delete an output of gigabytes takes seconds. Before, the calls of all tenants waited for that."""
     monkeypatch.setattr(batch_store, "DELETED_ROWS", 2)
     store = storage.store
     fields = {"key_digest": "", "endpoint": "/v1/completions", "input_file_id": "file-1", "completion_window": "24h"}
@@ -101,9 +101,7 @@ async def test_a_large_output_is_deleted_in_pieces_while_nobody_sees_it(
     assert store.answered_lines("batch_1") == set() and store.usage("greedy").num_bytes == 0
 
 
-async def test_a_deletion_that_a_crash_interrupted_is_finished(
-    storage: BatchStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deletion_that_a_crash_interrupted_is_finished(storage: BatchStorage) -> None:
     added = file(storage, "file-1", "a")
     await storage.add_file(added)
     storage.store.hide_file(added)
@@ -130,7 +128,7 @@ async def test_old_answers_are_deleted_a_few_at_a_time(storage: BatchStorage, mo
     assert store.usage("a").num_batches == 0 and not store.answered_lines("batch_0")
 
 
-async def test_what_waits_for_its_turn_when_the_server_stops_is_told_so(tmp_path: Path) -> None:
+async def test_calls_that_wait_for_their_turn_fail_when_the_server_stops(tmp_path: Path) -> None:
     storage, go = BatchStorage(ServeConfig(batch_dir=str(tmp_path))), threading.Event()
     running = asyncio.create_task(storage.call("a", go.wait, TIMEOUT_S))
     waiting = asyncio.create_task(storage.call("a", storage.store.open_batches))

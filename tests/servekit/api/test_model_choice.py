@@ -91,7 +91,7 @@ async def test_request_is_copied_by_the_name_and_the_kind_that_its_route_knows(m
 
 
 def test_the_key_of_a_long_conversation_is_made_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation of 8 MB was encoded whole on the event loop, in 4 ms, to find its model."""
+    """Before, a conversation of 8 MB was encoded as a whole on the event loop, in 4 ms, to find its model."""
     encoded: list[bytes] = []
     monkeypatch.setattr(model_choice, "encode", lambda value: encoded.append(encode(value)) or encoded[-1])
     text = "a" * 2**23
@@ -110,7 +110,7 @@ def test_conversations_that_begin_alike_have_one_key_and_others_do_not() -> None
     assert key != model_choice._beginning([{"role": "user", "content": "a" * (2**17 + 1)}])
     assert key != model_choice._beginning([{"role": "user", "content": "b" + "a" * (2**17 - 1)}])
     short = [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "n": 1}]}]
-    assert model_choice._beginning(short) == encode(short), "as before, so that its model stays the same"
+    assert model_choice._beginning(short) == encode(short), "as in earlier versions, so that its model stays the same"
 
 
 class WithAdapters:

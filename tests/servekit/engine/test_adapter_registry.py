@@ -202,21 +202,21 @@ async def waiting_for(registry: AdapterRegistry, *requests: tuple[str, str]) -> 
     return tasks
 
 
-async def test_a_tenant_with_long_answers_leaves_a_place_to_one_that_was_never_seen() -> None:
-    """A tenant held all places, and others waited until its answers ended, or were refused after a minute."""
+async def test_a_tenant_with_long_answers_leaves_a_place_to_one_that_has_not_asked_yet() -> None:
+    """Before, one tenant could hold all places. Others waited until its answers ended, or for a refusal after 60 s."""
     registry = await registry_of(*"abcde", max_loras=4)
     uses = [registry.begin_use(name, "greedy") for name in "abcd"]
     assert [use is not None for use in uses] == [True, True, True, False]
     (waiting,) = await waiting_for(registry, ("d", "greedy"))
     async with asyncio.timeout(60):
-        (await registry.wait_for_use("e", "other")).release()  # it was behind a request that may not have the place
+        (await registry.wait_for_use("e", "other")).release()  # overtakes a request that may not take the place
     assert not waiting.done()
     assert uses[0] is not None
     uses[0].release()
     assert (await waiting).adapter.path == "/d"
 
 
-async def test_a_place_is_kept_for_each_tenant_that_came_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_place_is_kept_for_each_tenant_that_has_asked_lately(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = await registry_of(*"abcdef", max_loras=6)
     for tenant in ("one", "two", "three", "four"):
         use = registry.begin_use("a", tenant)
@@ -234,7 +234,7 @@ async def test_a_place_is_kept_for_each_tenant_that_came_lately(monkeypatch: pyt
     assert all(later.begin_use(name, "greedy") for name in "abcde") and later.begin_use("f", "greedy") is None
 
 
-async def test_requests_without_a_key_and_few_places_are_not_kept_apart() -> None:
+async def test_no_place_is_kept_without_keys_or_for_a_new_tenant_where_there_are_few() -> None:
     registry = await registry_of(*"abcd", max_loras=4)
     assert all(registry.begin_use(name, "") for name in "abcd")
     registry = await registry_of("a", "b", max_loras=2)

@@ -116,7 +116,7 @@ async def test_a_request_has_a_bounded_number_of_pixels(tmp_path: Path) -> None:
 
 
 async def test_the_images_of_one_tenant_leave_room_for_those_of_others(tmp_path: Path) -> None:
-    """A tenant could queue a thousand images, which the worker would decode for minutes."""
+    """Before, a tenant could queue a thousand images, which the worker decoded for minutes."""
     make_image_classifier(tmp_path)
     async with local_engine(tmp_path, PredictorKind.CLASSIFY, max_image_pixels=1000) as (predictor, executor):
         image: Input = ImageInput(memoryview(make_image(100, 10)), False)

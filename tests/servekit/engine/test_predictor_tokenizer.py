@@ -118,7 +118,7 @@ def test_texts_are_encoded_in_slices_and_no_longer_than_somebody_waits(monkeypat
 def test_a_request_that_takes_too_long_to_encode_is_refused_before_it_is_encoded(
     monkeypatch: pytest.MonkeyPatch, inputs: Any
 ) -> None:
-    """A body of some kilobytes was encoded as many megabytes, and only then refused for its tokens."""
+    """Before, many megabytes were encoded for a body of some kilobytes, which was refused for its tokens only then."""
     monkeypatch.setattr(predictor_tokenizer, "MAX_CHARACTERS", 2000)
     tokenizer = make(prompts={"query": "query : "}, default_prompt="query")
     monkeypatch.setattr(tokenizer, "_encode_all", lambda _: pytest.fail("it was encoded"))

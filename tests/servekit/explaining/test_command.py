@@ -78,7 +78,7 @@ def test_a_sequence_that_is_not_there_is_refused_with_those_that_are(
     assert "sequences 0 to 2" in capsys.readouterr().err
 
 
-def test_the_id_of_a_request_is_refused_with_where_the_number_of_its_sequence_is(
+def test_the_id_of_a_request_is_refused_and_the_error_says_where_the_number_of_its_sequence_is(
     journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

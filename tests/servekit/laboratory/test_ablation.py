@@ -31,7 +31,7 @@ def test_without_a_kv_cache_the_time_of_an_answer_grows_with_its_square() -> Non
     assert runs["200 tokens, without"].last_token_s == pytest.approx(231e-3)
 
 
-def test_blocks_in_which_no_cache_holds_the_longest_request_are_left_out() -> None:
+def test_block_sizes_with_which_the_cache_cannot_hold_the_longest_request_are_left_out() -> None:
     workload = make_workload("chat", 1, 0, 1.0)
     settings = LabSettings(num_kv_tokens=workload.max_length + 7, max_model_len=workload.max_length)
     cases = ABLATIONS["block-size"].cases(workload, settings)

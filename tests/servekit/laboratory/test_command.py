@@ -68,7 +68,7 @@ def test_the_page_has_all_runs_and_no_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_the_page_of_an_experiment_has_its_runs_and_the_figures_of_its_table(name: str, tmp_path: Path) -> None:
+def test_the_page_of_an_ablation_has_its_runs_and_the_figures_of_its_table(name: str, tmp_path: Path) -> None:
     assert lab(LabOptions(ablation=name, requests=16, out=tmp_path)) == 0
     page = (tmp_path / "lab.html").read_text()
     data = json.loads(page.partition("const DATA = ")[2].partition(";\n")[0])
@@ -80,7 +80,7 @@ def test_the_page_of_an_experiment_has_its_runs_and_the_figures_of_its_table(nam
     assert all(request["slot"] < run["num_slots"] for run in data["runs"] for request in run["requests"])
 
 
-def test_a_longer_sequence_needs_no_larger_cache_to_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_cache_holds_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--max-model-len", "5000", "--json", "--requests", "4"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["num_kv_tokens"] == 5000
 

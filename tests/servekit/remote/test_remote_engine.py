@@ -461,7 +461,7 @@ async def test_remote_that_is_not_there_is_unavailable_and_the_breaker_opens(sta
 async def test_one_tenants_requests_at_which_the_server_fails_do_not_stop_those_of_others(
     remote: ScriptedServer, start: Start
 ) -> None:
-    """A tenant opened the breaker for all tenants, by prompts that the server cannot take."""
+    """Before, a tenant opened the breaker for all tenants, by prompts that the server cannot take."""
     remote.scripts[TEXT] = [[b": "], [b": "], text_answer()]
     engine = await start(remote, {"failures_to_open": 2, "max_retries": 0, "cooldown": 30.0})
     for _ in range(2):
@@ -469,7 +469,7 @@ async def test_one_tenants_requests_at_which_the_server_fails_do_not_stop_those_
             await read(await submit(engine, wanted(), Caller("a")))
     with pytest.raises(RemoteUnavailable, match="no request of yours is sent to it"):
         await read(await submit(engine, wanted(), Caller("a")))
-    assert engine.state == "recovering", "as far as is known"
+    assert engine.state == "recovering", "as far as the failures show"
     assert (await read(await submit(engine, wanted(), Caller("b"))))[0] == "".join(WORDS)
     assert engine.state == "ready"
 
@@ -496,7 +496,7 @@ async def test_a_request_that_waited_is_not_sent_if_the_breaker_of_its_tenant_op
 
 
 async def test_a_tenant_with_slow_answers_leaves_a_connection_to_others(remote: ScriptedServer, start: Start) -> None:
-    """A tenant held all connections, and others waited until one of its answers ended, or were refused."""
+    """Before, one tenant could hold all connections. Others waited until one of its answers ended, or were refused."""
     rest = threading.Event()
     remote.scripts[TEXT] = [[text_piece("It "), rest, *text_answer()]] * 2 + [text_answer()]
     engine = await start(remote, {"max_connections": 3})
@@ -668,7 +668,7 @@ async def test_connections_and_the_queue_are_bounded_and_tenants_take_turns(
     remote.scripts[TEXT] = [[text_piece("a"), go, *text_answer()]]
     engine = await start(remote, {"max_connections": 3}, max_num_queued_reqs=16)
     assert engine.has_spare_connections, "all are free"
-    third = await submit(engine, wanted("third"), Caller("third"))  # has the connection that `big` leaves to others
+    third = await submit(engine, wanted("third"), Caller("third"))  # on the connection that `big` leaves to others
     big = [asyncio.create_task(submit(engine, wanted(f"big {i}"), Caller("big"))) for i in range(8)]
     await asyncio.to_thread(remote.wait_for, 4)
     small = asyncio.create_task(submit(engine, wanted("small"), Caller("small")))

@@ -1,4 +1,4 @@
-"""One tenant's failures stop its own requests only, and the server's state is still told."""
+"""One tenant's failures stop its own requests only, and the state of the server is still shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ended(breakers: TenantBreakers, tenant: str, outcome: Outcome, now_s: float 
     return breakers.end(tenant, permit, outcome, now_s)
 
 
-def test_a_tenant_at_whose_requests_the_server_fails_stops_only_its_own(breakers: TenantBreakers) -> None:
+def test_failures_at_the_requests_of_one_tenant_stop_only_these(breakers: TenantBreakers) -> None:
     assert [ended(breakers, "a", Outcome.FAILED) for _ in range(2)] == [False, True]
     assert breakers.of("a").begin(1.0) is None and breakers.of("b").begin(1.0) is not None
 

@@ -425,14 +425,14 @@ def test_the_steps_that_a_sequence_waits_for_are_those_in_flight_and_its_prompts
     [
         (9e-3, 0.0, 3, 2, True, True),
         (7e-3, 0.0, 3, 2, True, False),
-        (7e-3, 0.5e-3, 3, 2, True, True),  # three rounds of the drafter
+        (7e-3, 0.5e-3, 3, 2, True, True),  # three rounds of the drafter are added
         (7e-3, 0.5e-3, 1, 2, True, False),
-        (9e-3, 0.0, 3, 1, True, False),  # one alone
+        (9e-3, 0.0, 3, 1, True, False),  # one sequence alone
         (9e-3, 0.0, 0, 2, True, False),  # without drafts
-        (9e-3, 0.0, 3, 2, False, False),  # a trial
+        (9e-3, 0.0, 3, 2, False, False),  # a trial: drafts are not expected to pay
     ],
 )
-def test_the_result_of_a_long_step_with_drafts_of_several_sequences_is_awaited(
+def test_the_result_of_a_long_step_with_drafts_and_several_sequences_is_awaited(
     step_s: float, round_s: float, num_drafts: int, num_decodes: int, is_worthwhile: bool, is_awaited: bool
 ) -> None:
     lengths = make_lengths(4)

@@ -126,7 +126,7 @@ def test_drafts_cost_next_to_nothing_where_steps_vary(device: str, num_clients: 
         assert found > LEAST * plain, f"{acceptance}: {found / plain:.3f} of the tokens without drafts"
 
 
-# On these, steps with drafts are long enough to be awaited.
+# On these devices, steps with drafts are long enough to be awaited.
 LONG_STEPS = {
     "limited by memory": Device(20e-3, 64, 0.1e-3, idle_s=0.4e-3),
     "limited by arithmetic": Device(10e-3, 8, 0.3e-3, idle_s=0.4e-3),
@@ -136,7 +136,7 @@ LONG_STEPS = {
 @pytest.mark.parametrize("num_clients", [4, 8])
 @pytest.mark.parametrize("device", LONG_STEPS)
 def test_where_steps_are_long_a_first_token_comes_as_soon_as_without_drafts(device: str, num_clients: int) -> None:
-    """Drafts make steps longer. So a request would wait longer for two steps with drafts than for two without."""
+    """Drafts make steps longer, so a request would wait longer for two steps with drafts than for two without."""
 
     def play_with(lengths: DraftLengths | None) -> Played:
         num_tokens, first_tokens = 1_000 * num_clients, FIRST_STEPS * num_clients

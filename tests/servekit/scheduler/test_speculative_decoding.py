@@ -72,7 +72,7 @@ def chunks_of(driver: Driver) -> list[ScheduledChunk]:
 def test_a_request_that_comes_during_a_long_step_with_drafts_is_in_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the time until the next step is sent counts as a part of it, because waiting for the result has cost it."""
+    """The time until the next step is sent counts as a part of that step: it was lost by awaiting the result."""
     manager = make_manager(max_drafts=2, max_steps_in_flight=2, num_blocks=24)
     driver, lengths = Driver(manager), manager.draft_lengths
     for number in range(2):

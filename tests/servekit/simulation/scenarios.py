@@ -143,7 +143,7 @@ def with_drafts(scenario: Scenario, seed: int) -> Scenario:
         drafting_s=rng.choice([0.0, scenario.step_base_s / 16]),
         # Without it, bad drafters soon make none, and what goes wrong with rejected drafts is rarely seen.
         has_eager_drafts=rng.random() < 0.5,
-        # Of long steps with drafts, the result is awaited before the next one is planned.
+        # The result of a long step with drafts is awaited before the next step is planned.
         step_base_s=scenario.step_base_s * rng.choice([1, 1, 1, 10]),
     )
 

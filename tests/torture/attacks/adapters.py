@@ -1,4 +1,4 @@
-"""Attacks with LoRA adapters: another one with each request, and long answers with all that have a place."""
+"""Attacks with LoRA adapters: another adapter with each request, and long answers that hold all places."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _with_adapters() -> Iterator[tuple[str, ...]]:
 
 
 async def _any_adapter(attacker: Attacker) -> None:
-    """Ask for a short answer with another adapter than the last ones, which has to be read."""
+    """Ask for a short answer with an adapter that was not used lately, and so has to be read."""
     name = f"a{attacker.number() % NUM_ADAPTERS}"
     await attacker.post("/v1/completions", SHORT | {"model": name})
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 from tests.support.server_process import ServerProcess
 from tests.torture.attacks.tenants import ATTACKER_KEY, serving_tenants
 
-KEPT_BYTES = 2**16  # of an answer
+KEPT_BYTES = 2**16  # of what is read after the status line
 PAUSE_S = 0.05  # after a refusal, so that the attack does not only measure the cost of refusals
 
 
@@ -58,7 +58,7 @@ class Attacker:
         return status
 
     async def exchange(self, *pieces: bytes) -> tuple[int, bytes]:
-        """Like `send`; returns what was read after the status line, too, but no more than its beginning."""
+        """Do the same as `send`, and return also the beginning of what was read after the status line."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         status, has_ended, answer = 0, False, b""
         try:
@@ -95,7 +95,8 @@ class Attack(Struct, frozen=True):
     control: Strike | None = None
     control_at_once: int = 1
     flags: tuple[str, ...] = ()
-    makes_flags: Callable[[], AbstractContextManager[tuple[str, ...]]] | None = None  # more, and what they name
+    # A context with further flags, in which the files and servers that these flags name exist.
+    makes_flags: Callable[[], AbstractContextManager[tuple[str, ...]]] | None = None
     limits: str = ""  # of the attacker's key, as lines of TOML
 
     @contextmanager

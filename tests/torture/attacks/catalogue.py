@@ -21,9 +21,9 @@ from tests.torture.attacks.windows import beside_bystander
 from tests.torture.report import Finding
 
 _BESIDE_BYSTANDER = (grammars, bodies, rows, queues, other_models, adapters, stored_batches, mix)
-_SEQUENCES = (grammars, bodies, rows, queues, other_models, adapters, stored_batches, connections, processes)
+_WITH_SCENARIOS = (grammars, bodies, rows, queues, other_models, adapters, stored_batches, connections, processes)
 ATTACKS = {attack.name: attack for module in _BESIDE_BYSTANDER for attack in module.ATTACKS}
-SCENARIOS = {scenario.name: scenario for module in _SEQUENCES for scenario in module.SCENARIOS}
+SCENARIOS = {scenario.name: scenario for module in _WITH_SCENARIOS for scenario in module.SCENARIOS}
 
 
 def run(seconds: int, seed: int = 0, only: str | None = None) -> list[Finding]:

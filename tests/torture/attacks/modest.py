@@ -1,4 +1,4 @@
-"""Ask twice a second as one tenant, beside an attack of another one that asks for the same thing without pause."""
+"""A scenario: one tenant asks twice a second, while another one attacks the same model without pause."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.torture.attacks.claims import Claim, counts
 from tests.torture.attacks.requests import Answer, post_json
 from tests.torture.attacks.tenants import BYSTANDER_KEY
 
-MAX_MODEST, MODEST_EACH_S = 25, 6  # requests; those of each second of a short run
+MAX_MODEST, MODEST_EACH_S = 25, 6  # requests; so many for each second of a short run
 MODEST_INTERVAL_S = 0.5
-LEAD_S = 3.0  # that the attack has before the first request
+LEAD_S = 3.0  # so much earlier than the first request the attack begins
 
 
 def modest_beside(
     attack: Attack, path: str, body: dict[str, Any], within_s: float | None = None
 ) -> Callable[[float, Random], list[Claim]]:
-    """Return a scenario: all requests of the modest tenant are served, and the longest takes no longer than this."""
+    """Return a scenario: all requests of the modest tenant must be served, each within `within_s` if it is given."""
 
     def run(seconds: float, chance: Random) -> list[Claim]:
         number = min(MAX_MODEST, max(1, round(MODEST_EACH_S * seconds)))

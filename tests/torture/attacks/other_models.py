@@ -16,8 +16,8 @@ from tests.torture.attacks.modest import modest_beside
 from tests.torture.attacks.upstream import running_upstream
 from tests.torture.report import BUILD
 
-NUM_SENDING = 4  # images at a time
-NUM_ASKING = 32  # the remote model at a time; more than it has connections
+NUM_SENDING = 4  # requests with images at a time
+NUM_ASKING = 32  # requests for the remote model at a time: more than it has connections
 MAX_CONNECTIONS = 8
 LARGEST_SIDE = 5760  # of an image; its square is a little less than --max-image-pixels
 SERVED_WITHIN_S = 5.0
@@ -40,7 +40,7 @@ def png(side: int) -> bytes:
 
 @functools.cache
 def image(side: int) -> str:
-    """Return base64 of such a file."""
+    """Return such a file as base64."""
     return base64.b64encode(png(side)).decode()
 
 

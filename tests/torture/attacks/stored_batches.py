@@ -1,4 +1,4 @@
-"""Attacks with batches: files of many requests, of hostile ones and of none, which are stored, run and deleted."""
+"""Attacks with batches: files with many requests, hostile ones or none, which are stored, run and deleted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _line(number: int, prompt: str, max_tokens: int) -> str:
 
 
 def _hostile_file(chance: Random) -> str:
-    """Return the content of a file that costs as much as files can, or as little."""
+    """Return the content of a file that is as expensive as possible, or has no valid request."""
     kind = chance.randrange(6)
     if kind == 0:
         return "".join(_line(number, "a", 1) for number in range(MAX_LINES))
@@ -91,7 +91,7 @@ def _with_folder() -> Iterator[tuple[str, ...]]:
 
 
 def own_batches(seconds: float, chance: Random) -> list[Claim]:
-    """Run a small batch as one tenant, again and again, while another one stores, runs and deletes files."""
+    """Run a small batch of one tenant again and again, while another tenant stores, runs and deletes files."""
     times_s: list[float] = []
     ends: list[str] = []
 

@@ -1,7 +1,7 @@
-"""A server of a remote model that is as slow and as faulty as the prompt tells it: `python -m ...upstream`.
+"""A server of a remote model that fails or stalls if the prompt says so: `python -m tests.torture.attacks.upstream`.
 
-It writes its port to standard output. A prompt that contains `fail` gets a 500, and one that contains `stall` gets no
-answer. All others get as many pieces as `max_tokens` says, without pause.
+It writes its port to standard output. A prompt that contains `fail` gets a 500. One that contains `stall` gets its
+answer only after `STALL_S`. All others get as many pieces as `max_tokens` says, without pause.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def _serve() -> None:
 
 @contextmanager
 def running_upstream() -> Iterator[str]:
-    """Yield the address of such a server in a process of its own, of the lowest priority, as on another machine."""
+    """Yield the address of such a server. Its process has the lowest priority, as if it were on another machine."""
     command = [sys.executable, "-m", "tests.torture.attacks.upstream"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -179,7 +179,7 @@ def test_scores_may_rise_or_fall_along_a_prompt(
 ) -> None:
     case = LongPrompts(backend, num_groups=num_groups, params=AttentionParams(0.2, window))
     for queries, keys, _ in case.sequences:
-        queries += 1.0  # so the score of the key at position p is higher by 0.2 * 64 * rise * p
+        queries += 1.0  # so the keys' rise adds 0.2 * 64 * rise * p to the score of the key at position p
         keys += rise * torch.arange(len(keys))[:, None, None]
     case.assert_right(factor=20 if rise else 1)  # as above: scores of up to 80
 

@@ -138,7 +138,7 @@ def test_what_is_read_ahead_goes_where_a_block_was_that_is_not_needed_any_more(
     assert read(tier, KEYS[:3]) == {key: BLOCKS[key] for key in KEYS[:3]}
     assert places_of(*KEYS[3:6]) == places
     monkeypatch.setattr(disk_tier, "MAX_PREFETCHED_S", 0.0)
-    assert places_of(*KEYS[5:]) == places, "two were not needed for too long"
+    assert places_of(*KEYS[5:]) == places, "two of them were not needed for too long"
 
 
 def test_blocks_are_used_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,8 @@ def test_blocks_are_used_while_others_are_read(tmp_path: Path, monkeypatch: pyte
 
     def use(indices: list[int]) -> None:
         assert all(rows[index].tobytes() == BLOCKS[KEYS[index]] for index in indices)
-        assert threading.current_thread() is reader, "a GPU's copies are in the stream of this thread"
-        assert len(indices) >= 2 or len(used) == 6, "not less at a time, but for the last"
+        assert threading.current_thread() is reader, "copies to a GPU belong to the stream of this thread"
+        assert len(indices) >= 2 or len(used) == 6, "two at least at a time, but for the last ones"
         used.extend(indices)
         is_used.set()
 

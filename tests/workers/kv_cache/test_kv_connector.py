@@ -59,7 +59,7 @@ def plan(stores: tuple[tuple[int, int], ...] = (), loads: tuple[tuple[int, int],
 
 
 def with_files(folder: Path, num_rows: int, num_files: int) -> tuple[KVCache, DiskTier, OffloadingConnector]:
-    """A connector with room for some blocks in memory, after the first ones of the cache were stored in turn."""
+    """Return a cache whose first `num_files` blocks were stored in turn, the tier of their files, and the connector."""
     cache = make_cache()
     disk = DiskTier(folder, "model", 10**6, block_bytes(cache))
     connector = OffloadingConnector(cache, num_rows, disk)
@@ -197,7 +197,7 @@ def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tm
     connector.transfer(replace(plan(), prefetches=(KEYS[2],)))
     disk._prefetched[KEYS[2]][1].result()
     assert connector.transfer(plan(loads=((1, 6),))).num_loaded_from_memory == 1
-    assert are_equal(contents(cache, 6), before), "what is read ahead now is not read to where memory has the block"
+    assert are_equal(contents(cache, 6), before), "memory that holds a block is not used to read ahead"
 
 
 def test_the_copies_before_one_that_fails_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_tokens_are_those_of_steps_that_are_laid_out(
 def test_drafts_are_verified_in_the_same_call(
     max_steps_in_flight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of greedy rows and of others, by a drafter that is right half of the time."""
+    """Rows are greedy or not, and the drafter is right half of the time."""
     loaded = load(tmp_path, "llama", "float32")
     calls = {"choose": 0, "logits": 0}
     for name in calls:
@@ -168,7 +168,7 @@ def test_drafts_are_verified_in_the_same_call(
 
 
 class HalfRight(Drafter):
-    """Drafts the tokens that come, and now and then another one."""
+    """Drafts the tokens that come, but for every other request the last one is wrong."""
 
     def __init__(self, known: list[list[int]]) -> None:
         self._known, self._tokens, self._num_requests = known, dict[int, list[int]](), 0
@@ -225,7 +225,7 @@ def test_adapters_take_part_in_the_call(dtype: str, tmp_path: Path, monkeypatch:
     assert served(in_one_call=True) == expected
     assert calls["logits"] > 7
     of_adapters = {tuple(tokens) for tokens, *_ in expected}
-    assert len(of_adapters) == 5, "the adapters were meant to differ"
+    assert len(of_adapters) == 5, "the answers with different adapters were meant to differ"
 
 
 def _counted(function: Any, name: str, calls: dict[str, int]) -> Any:

@@ -257,7 +257,7 @@ def test_one_call_for_all_layers_adds_the_adapters_too(
 
     def answers() -> list[list[tuple[int, float]]]:
         engine = InProcessEngine(loaded)
-        engine.runner._in_c = None  # which has the head in the call, too, see test_cpu_language_model.py
+        engine.runner._in_c = None  # test_cpu_language_model.py has steps in which the head is in the call, too
         sequences = [engine.add(prompt, adapter=each, max_tokens=1, logprobs=5) for each in (None, *checked[:7])]
         engine.run()
         return [engine.logprobs[sequence.sequence_id][0].top for sequence in sequences]

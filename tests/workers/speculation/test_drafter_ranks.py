@@ -1,4 +1,4 @@
-"""Two ranks that draft with heads, or with a layer for it, answer what one process answers without drafts."""
+"""Two ranks that draft with heads or with an MTP layer answer what one process answers without drafts."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ def test_ranks_with_drafts_answer_what_one_process_answers(method: str, tmp_path
     assert any(of_ranks[0].drafts)
     assert of_ranks[0].num_accepted == of_ranks[1].num_accepted
     if method == "medusa":
-        assert of_ranks[0].num_accepted > 4, "these heads guess the newest token again, which one answer is made of"
+        assert of_ranks[0].num_accepted > 4, "these heads guess the newest token again, and one answer repeats a token"

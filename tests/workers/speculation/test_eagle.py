@@ -369,7 +369,7 @@ def test_what_a_head_computes_of_each_step_is_no_time_of_drafts(tmp_path: Path) 
     engine.runner.execute = watched  # type: ignore[method-assign]
     serve(engine)
     assert seen and all((result.draft_time_s > 0.0) == has_drafts for has_drafts, result in results)
-    # What the head computes of a step takes some hundred microseconds.
+    # If what the head computes were counted, it would be some hundred microseconds.
     assert median(result.draft_prompt_time_s for has_drafts, result in results if not has_drafts) < 20e-6
 
 

@@ -166,7 +166,7 @@ def test_steps_that_are_launched_ahead_give_the_same(drafter: str) -> None:
 
 
 class LosingEngine(InProcessEngine):
-    """Loses its worker twice. Sequences that were in flight have no drafts from then on; those that come later have."""
+    """Loses its worker twice. Sequences that were in flight get no drafts from then on; those that come later do."""
 
     make_drafter: Callable[[], Drafter]
 
@@ -192,7 +192,7 @@ def test_workers_that_are_lost_change_nothing(drafter: str) -> None:
     assert_alike(play(engine), expected("llama"))
     assert engine.manager.epoch == 2
     assert num_drafted < sum(engine.manager.draft_lengths.num_drafted), "the third worker drafts, too"
-    assert num_drafted or drafter == "ngram", "which finds nothing in the first tokens"
+    assert num_drafted or drafter == "ngram", "n-grams find nothing in the first tokens"
 
 
 def test_a_launch_waits_for_the_steps_before_it_only_if_it_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
