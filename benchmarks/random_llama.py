@@ -1,6 +1,6 @@
 """Llamas of random weights, with a tokenizer: models of common sizes that need no download.
 
-    python -m benchmarks.random_llama    # makes the one of 84 million weights, in build/small-llama/bfloat16
+python -m benchmarks.random_llama    # makes the one of 84 million weights, in build/small-llama/bfloat16
 """
 
 from __future__ import annotations
