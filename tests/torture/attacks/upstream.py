@@ -53,13 +53,12 @@ async def _serve() -> None:
 def running_upstream() -> Iterator[str]:
     """Yield the address of such a server. Its process has the lowest priority, as if it were on another machine."""
     command = [sys.executable, "-m", "tests.torture.attacks.upstream"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # which closes its pipe at the end
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+        finally:
+            process.kill()
 
 
 if __name__ == "__main__":
