@@ -11,15 +11,15 @@ class RoundRobinSemaphore:
     """A number of places. Tenants get them in turns, and the tasks of one tenant in the order in which they came.
 
     One tenant holds at most `max_per_tenant` places (by default all of them). The rest stays free for other tenants.
-    With `nameless_may_hold_all`, requests without an API key may hold all places: where they are allowed, there are no
+    With `anonymous_may_hold_all`, requests without an API key may hold all places: where they are allowed, there are no
     other tenants.
     """
 
     def __init__(
-        self, capacity: int, max_per_tenant: int | None = None, *, nameless_may_hold_all: bool = False
+        self, capacity: int, max_per_tenant: int | None = None, *, anonymous_may_hold_all: bool = False
     ) -> None:
         self._capacity = capacity
-        self._nameless_may_hold_all = nameless_may_hold_all
+        self._anonymous_may_hold_all = anonymous_may_hold_all
         self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
         self._held = Counter[str]()  # places of each tenant
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
@@ -65,7 +65,7 @@ class RoundRobinSemaphore:
                 return
 
     def _may_hold_more(self, tenant: str) -> bool:
-        return self._held[tenant] < self._max_per_tenant or (self._nameless_may_hold_all and tenant == "")
+        return self._held[tenant] < self._max_per_tenant or (self._anonymous_may_hold_all and tenant == "")
 
     def _stop_waiting(self, tenant: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(tenant, deque())

@@ -489,9 +489,12 @@ class RemoteMetrics:
             "remote_retry_budget_exhausted_total", "Failed requests that were not repeated, for lack of retry budget."
         )
         self._rejections = metrics.counter(
-            "remote_breaker_rejections_total", "Requests that were not sent, because the circuit breaker was open."
+            "remote_breaker_rejections_total",
+            "Requests that were not sent, because their tenant's circuit breaker was open.",
         )
-        self._transitions = metrics.counter("remote_breaker_opened_total", "Times that the circuit breaker opened.")
+        self._transitions = metrics.counter(
+            "remote_breaker_opened_total", "Times that the circuit breaker of a tenant opened."
+        )
         self._answer_start = metrics.histogram(
             "remote_answer_start_seconds", "Time from sending a request to the beginning of the server's response."
         )
@@ -542,7 +545,7 @@ class _RemoteCollector(Collector):
             yield gauge
         state = GaugeMetricFamily(
             "servekit_remote_breaker_state",
-            "1 for the state of the circuit breaker of a remote model.",
+            "1 for the state of the circuit breaker that opened last, or whose tenant was answered since.",
             labels=["model_name", "state"],
         )
         for each in BREAKER_STATES:

@@ -79,7 +79,7 @@ class Sender:
         self._metrics = metrics
         # A tenant with slow answers leaves some connections to others; without API keys there are no others.
         most = max(1, settings.max_connections - ceil(settings.max_connections / SPARED_SHARE))
-        self._slots = RoundRobinSemaphore(settings.max_connections, most, nameless_may_hold_all=True)
+        self._slots = RoundRobinSemaphore(settings.max_connections, most, anonymous_may_hold_all=True)
 
     @property
     def breaker(self) -> CircuitBreaker:
@@ -223,7 +223,7 @@ class Sender:
             metrics.breaker_opened()
             log.warning(
                 "the server of the model %s (%s) has failed too often in a row (failures_to_open: %d) at requests of "
-                "one tenant: none of them is sent to it for %d s; check that it runs",
+                "one tenant: it gets no request of this tenant for %d s; check that it runs",
                 self._config.model_name,
                 self._settings.url,
                 self._settings.failures_to_open,

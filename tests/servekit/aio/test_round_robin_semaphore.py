@@ -43,7 +43,7 @@ async def test_one_tenant_leaves_a_place_for_another() -> None:
 
 
 async def test_requests_without_a_key_may_hold_all_places_if_that_is_set() -> None:
-    semaphore = RoundRobinSemaphore(2, max_per_tenant=1, nameless_may_hold_all=True)
+    semaphore = RoundRobinSemaphore(2, max_per_tenant=1, anonymous_may_hold_all=True)
     async with asyncio.timeout(60):
         await semaphore.acquire("")
         await semaphore.acquire("")
