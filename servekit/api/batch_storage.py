@@ -71,7 +71,7 @@ class BatchStorage:
         await self.call(file.tenant, self.store.add_file, file, check_room)
 
     async def delete_file(self, file: FileRecord) -> None:
-        """Delete a file: first its answers, a few at a time, while nobody sees it. Raises StorageFailed."""
+        """Delete a file. It is hidden first, and its answers are deleted a few at a time. Raises StorageFailed."""
         await self.call(file.tenant, self.store.hide_file, file)
         while await self.call(file.tenant, self.store.delete_some_results, file.batch_id, file.is_error):
             pass

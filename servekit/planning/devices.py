@@ -28,7 +28,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     is_cpu: bool = False
     price_per_hour: float | None = None  # of renting it; in US dollars in the package's file
-    price_source: str = ""  # who asks that, for what, and the day on which it was read
+    price_source: str = ""  # the provider, what it offers for that price, and the day on which that was read
 
     @property
     def memory_bytes(self) -> int:

@@ -28,7 +28,7 @@ def test_every_device_has_a_source_and_plausible_figures() -> None:
         assert device.flop_per_s("fp4") == device.flop_per_s("bfloat16"), "what is not in the file counts as bfloat16"
 
 
-def test_every_price_says_who_asked_it_and_when() -> None:
+def test_every_price_has_its_provider_and_its_day() -> None:
     priced = [device for device in known_devices().values() if device.price_per_hour is not None]
     assert len(priced) >= 4
     for device in priced:
