@@ -958,7 +958,9 @@ class WorkloadManager:
         if self.quarantine:
             cause, rule, first = TimeCause.QUARANTINE, "crash_quarantine", self.quarantine.first
         elif self.num_waiting == (self.num_followers if self._followers else 0):
-            cause, rule = TimeCause.NEXT_STEP, "max_steps_in_flight"  # for those that come
+            # For those that come: until which result is no further step planned?
+            is_awaited = self.config.max_steps_in_flight > 1 and self.draft_lengths.is_awaited(step, self._position_s)
+            cause, rule = TimeCause.NEXT_STEP, "long_speculative_step" if is_awaited else "max_steps_in_flight"
         elif first is not None:
             cause, rule = TimeCause.MEMORY, "kv_blocks"
         elif not self._free_slots:

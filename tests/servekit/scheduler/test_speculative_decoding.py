@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from servekit.errors import WorkerLost
 from servekit.protocol.messages import ScheduledChunk, StepPlan, StepResult
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.requests.time_causes import TimeCause
 from servekit.scheduler.commands import AddSequence, Finish
-from servekit.scheduler.draft_length import NUM_FIRST_TRIALS
 from servekit.scheduler.sequence import FinishReason
 from servekit.scheduler.step import SequenceToken
 from servekit.scheduler.workload_manager import WorkloadManager
@@ -69,33 +69,57 @@ def chunks_of(driver: Driver) -> list[ScheduledChunk]:
     return [chunk for plan in driver.sent for chunk in plan.chunks]
 
 
-def test_a_request_that_comes_during_a_long_step_with_drafts_is_in_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The time until the next step is sent counts as a part of that step: it was lost by awaiting the result."""
-    manager = make_manager(max_drafts=2, max_steps_in_flight=2, num_blocks=24)
-    driver, lengths = Driver(manager), manager.draft_lengths
+def with_drafts_in_flight(max_steps_in_flight: int, step_s: float) -> Driver:
+    """A driver whose newest step has drafts of two sequences; any step is expected to take `step_s`."""
+    manager = make_manager(max_drafts=2, max_steps_in_flight=max_steps_in_flight, num_blocks=24)
+    manager.draft_lengths.times.restore([1], [step_s], [1.0], 0.0)
+    driver = Driver(manager)
     for number in range(2):
         add_sequence(manager, number, max_tokens=40)
     driver.plan()
     while not manager.steps_in_flight[-1].num_drafts:
-        manager.commit(driver.execute(ALL_RIGHT), 0.0)
-        for num_positions in range(1, 9):
-            lengths.times.observe(num_positions, 10e-3)
-        lengths.round_times.observe(1, 0.0)
-        lengths.num_explored, lengths.num_paying = NUM_FIRST_TRIALS, 2
+        driver.step(ALL_RIGHT)
         driver.plan()
+    return driver
+
+
+def test_a_request_that_comes_during_a_long_step_with_drafts_is_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time until the next step is sent counts as a part of that step: it was lost by awaiting the result."""
+    driver = with_drafts_in_flight(2, 10e-3)
+    manager = driver.manager
     add_sequence(manager, 2, max_tokens=4)
     while manager.num_in_flight > 1:
         manager.commit(driver.worker.execute(driver.plans.pop(0), (), ALL_RIGHT), 0.0)
     assert manager.plan(1e-3) is None, "two steps may be in flight, but this one is awaited"
     manager.commit(driver.worker.execute(driver.plans.pop(0), (), ALL_RIGHT), 10e-3)
     observed: list[float] = []
-    monkeypatch.setattr(lengths, "observe", lambda step, seconds, *_: observed.append(seconds))
+    monkeypatch.setattr(manager.draft_lengths, "observe", lambda step, seconds, *_: observed.append(seconds))
     plan = manager.plan(11e-3)
     assert plan is not None and manager.steps_in_flight[-1].num_prefill_tokens == 5
     manager.commit(driver.worker.execute(plan, (), ALL_RIGHT), 19e-3)
     assert observed == [pytest.approx(9e-3)]
+
+
+@pytest.mark.parametrize(
+    ("max_steps_in_flight", "step_s", "rule"),
+    [
+        (2, 10e-3, "long_speculative_step"),
+        (3, 10e-3, "long_speculative_step"),
+        (2, 1e-3, "max_steps_in_flight"),  # such short steps are not awaited
+        (1, 10e-3, "max_steps_in_flight"),  # which lets each step be awaited
+    ],
+)
+def test_a_request_that_comes_during_a_step_with_drafts_is_told_why_its_own_is_not_planned(
+    max_steps_in_flight: int, step_s: float, rule: str
+) -> None:
+    manager = with_drafts_in_flight(max_steps_in_flight, step_s).manager
+    sequence = add_sequence(manager, 2, max_tokens=4)
+    (span,) = sequence.history.spans(5e-3)
+    assert span.queue is not None
+    states = [state for state, _ in span.queue.between(0.0, 5e-3)]
+    assert states[-1] is not None and (states[-1].cause, states[-1].rule) == (TimeCause.NEXT_STEP, rule)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
