@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from servekit.laboratory.report import counted
 from servekit.requests.time_causes import MEANINGS
 from servekit.scheduler.explanation import Explanation, Interval
 
@@ -38,14 +39,9 @@ def details(interval: Interval) -> str:
         interval.rule,
         f"queue: {interval.scheduling_policy}" if interval.scheduling_policy else "",
         f"behind sequence {interval.behind_sequence_id}" if interval.behind_sequence_id is not None else "",
-        _counted(interval.steps, "step") if interval.steps else "",
-        _counted(interval.tokens, "token") if interval.tokens else "",
-        f"with {_counted(interval.mean_other_sequences, 'other')}" if interval.steps else "",
-        f"and {_counted(interval.other_prefill_tokens, 'token')} of prompts" if interval.other_prefill_tokens else "",
+        counted(interval.steps, "step") if interval.steps else "",
+        counted(interval.tokens, "token") if interval.tokens else "",
+        f"with {counted(interval.mean_other_sequences, 'other')}" if interval.steps else "",
+        f"and {counted(interval.other_prefill_tokens, 'token')} of prompts" if interval.other_prefill_tokens else "",
     ]
     return ", ".join(filter(None, parts))
-
-
-def _counted(number: float, noun: str) -> str:
-    text = f"{number:,}" if isinstance(number, int) else f"{number:g}"
-    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"

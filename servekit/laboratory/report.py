@@ -1,4 +1,4 @@
-"""Write the figures of runs as a table for a terminal, and as JSON."""
+"""Write figures: those of runs as a table for a terminal, values as JSON, and numbers of things as words."""
 
 from __future__ import annotations
 
@@ -65,3 +65,9 @@ def format_figure(name: str, value: float) -> str:
 def as_json(value: Any) -> str:
     """Write any of the laboratory's values as JSON."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+def counted(number: float, noun: str) -> str:
+    """Write a number of things, such as `1 step` or `1,000 steps`."""
+    text = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"

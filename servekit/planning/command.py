@@ -16,7 +16,7 @@ from servekit.engine.hub import ModelNotDownloaded, download_file, split_revisio
 from servekit.engine.model_files import find_model
 from servekit.errors import ConfigError
 from servekit.laboratory.page import write_page
-from servekit.laboratory.report import as_json, as_table
+from servekit.laboratory.report import as_json, as_table, counted
 from servekit.laboratory.virtual_run import LabSettings, StepDurations
 from servekit.observability.journal import read_header
 from servekit.planning.capacity import Capacity, measure_capacity
@@ -359,7 +359,7 @@ def _cost_text(result: Plan) -> str:
         return (
             "No rate keeps the service level on this device: relax --slo, or take a faster device or a smaller model."
         )
-    replicas, devices = _counted(cost.num_replicas, "replica"), _counted(cost.num_devices, "device")
+    replicas, devices = counted(cost.num_replicas, "replica"), counted(cost.num_devices, "device")
     text = f"for {cost.rate:.2f} requests/s: {replicas}, {devices}"
     if cost.per_hour is not None and cost.per_million_output_tokens is not None:
         text += f"; {cost.per_hour:,.2f} an hour, {cost.per_million_output_tokens:,.2f} for a million output tokens"
@@ -372,7 +372,3 @@ def _cost_text(result: Plan) -> str:
         else:
             text += f"\nthe API is cheaper: these devices would have to serve {break_even}, and cannot"
     return text
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
