@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from servekit.protocol.messages import StepPlan, TransferReport
-from servekit.simulation.worker import GARBAGE, Violation
+from servekit.simulation.page import Page
+from servekit.simulation.worker import Violation
 
 
 class SimulatedRing:
@@ -19,10 +20,10 @@ class SimulatedRing:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.pages: OrderedDict[bytes, list[int]] = OrderedDict()
+        self.pages: OrderedDict[bytes, Page] = OrderedDict()
         self.damaged: set[bytes] = set()
 
-    def append(self, key: bytes, page: list[int]) -> None:
+    def append(self, key: bytes, page: Page) -> None:
         """Keep a block. Raises Violation if its key has other contents already."""
         if self.pages.setdefault(key, page.copy()) != page:
             raise Violation(f"a block is sent with other contents than those that its key had before: {page}")
@@ -43,13 +44,13 @@ class SimulatedSender:
         """What others can load."""
         return tuple(self._ring.pages)
 
-    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+    def execute(self, plan: StepPlan, pages: list[Page]) -> TransferReport:
         """Do what comes before the step. Raises Violation for a plan that is for another kind of connector."""
         if plan.loads or plan.stores:
             raise Violation(f"{plan} is for a worker that loads")
         return TransferReport()
 
-    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+    def send(self, plan: StepPlan, pages: list[Page], report: TransferReport) -> TransferReport:
         """Do what comes behind the step. Raises Violation if a key gets two contents."""
         for block, key in plan.sends:
             self._ring.append(key, pages[block])
@@ -75,7 +76,7 @@ class SimulatedReceiver:
         """What can be loaded."""
         return tuple(key for ring in self._rings for key in ring.pages)
 
-    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+    def execute(self, plan: StepPlan, pages: list[Page]) -> TransferReport:
         """Load what a plan says. A load that fails leaves garbage. Raises Violation as of SimulatedSender."""
         if plan.stores or plan.sends:
             raise Violation(f"{plan} is for a worker that sends")
@@ -84,7 +85,7 @@ class SimulatedReceiver:
             ring = next((ring for ring in self._rings if key in ring.pages and key not in ring.damaged), None)
             if ring is None:
                 failed.append(index)
-                pages[block] = [GARBAGE] * len(pages[block])
+                pages[block] = Page.of_garbage(len(pages[block].states))
             else:
                 pages[block] = ring.pages[key].copy()
         # Like a worker, it notices what was overwritten when it has the next step.
@@ -92,7 +93,7 @@ class SimulatedReceiver:
         dropped, self._known = self._known - keys, keys
         return TransferReport(tuple(failed), tuple(sorted(dropped)), num_received=len(plan.loads) - len(failed))
 
-    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+    def send(self, plan: StepPlan, pages: list[Page], report: TransferReport) -> TransferReport:
         """Do nothing: it sends nothing."""
         return report
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import Protocol
 
 from msgspec import Struct, field
@@ -25,13 +25,13 @@ from servekit.protocol.messages import (
     TransferReport,
 )
 from servekit.protocol.sampling_params import SamplingParams
+from servekit.simulation.page import GARBAGE, Page
 
 VOCAB_SIZE = 256
 # Answers are printable ASCII, so that each token is one character of the text.
 FIRST_ANSWER, NUM_ANSWERS = 32, 95
 # A linear congruential generator (Knuth, TAOCP 2, section 3.3.4: MMIX), cut to so few bits that sums of states fit.
 MULTIPLIER, INCREMENT, STATE_MASK = 6364136223846793005, 1442695040888963407, 2**40 - 1
-GARBAGE = 1  # no answer has this token, and no position this state
 SKIPPED_BITS = 17  # the lowest of a sum of such states have short periods
 NO_DRAFTS: Mapping[int, tuple[int, int]] = {}
 MAX_STEPS_BEHIND = 8  # more steps than any manager has in flight
@@ -41,9 +41,9 @@ class Violation(Exception):
     """An invariant or a promise does not hold."""
 
 
-def next_token(states: Iterable[int]) -> int:
+def next_token(sum_of_states: int) -> int:
     """The simulated model's output layer: a function of every position's KV before it."""
-    return FIRST_ANSWER + (sum(states) >> SKIPPED_BITS) % NUM_ANSWERS
+    return FIRST_ANSWER + (sum_of_states >> SKIPPED_BITS) % NUM_ANSWERS
 
 
 def next_state(previous: int, token_id: int) -> int:
@@ -71,7 +71,7 @@ class NaiveReference:
             states.append(self._state(states, token_id))
         output: list[int] = []
         while True:
-            token_id = next_token(states)
+            token_id = next_token(sum(states))
             output.append(token_id)
             if token_id in stops or len(output) == sampling.max_tokens:
                 return output
@@ -92,10 +92,10 @@ class NaiveReference:
 class Connector(Protocol):
     """The KV connector of a simulated worker."""
 
-    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+    def execute(self, plan: StepPlan, pages: list[Page]) -> TransferReport:
         """Do what a plan says before anything is computed."""
 
-    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+    def send(self, plan: StepPlan, pages: list[Page], report: TransferReport) -> TransferReport:
         """Do what a plan says behind all that is computed. `report` is what `execute` returned."""
 
     def damage(self, number: int) -> None:
@@ -107,10 +107,10 @@ class SimulatedConnector:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.pages: OrderedDict[bytes, list[int]] = OrderedDict()
+        self.pages: OrderedDict[bytes, Page] = OrderedDict()
         self.damaged: set[bytes] = set()  # keys whose loads fail
 
-    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+    def execute(self, plan: StepPlan, pages: list[Page]) -> TransferReport:
         """Do what a plan says, and return what came of it. Raises Violation if a key has two contents."""
         for key, _ in plan.loads:
             if key in self.pages:
@@ -129,7 +129,7 @@ class SimulatedConnector:
             else:
                 self.pages.pop(key, None)
                 self.damaged.discard(key)
-                pages[block] = [GARBAGE] * len(pages[block])
+                pages[block] = Page.of_garbage(len(pages[block].states))
                 failed.append(index)
         return TransferReport(
             tuple(failed),
@@ -139,7 +139,7 @@ class SimulatedConnector:
             num_in_memory=len(self.pages),
         )
 
-    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+    def send(self, plan: StepPlan, pages: list[Page], report: TransferReport) -> TransferReport:
         """Raise Violation if a plan sends blocks, which only a prefill worker does."""
         if plan.sends:
             raise Violation(f"{plan} is for a prefill worker")
@@ -185,9 +185,9 @@ class _Span(Struct, frozen=True, gc=False):
 class SimulatedWorker:
     """Executes step plans over pages that hold states of the simulated model.
 
-    It does what a real worker does, and checks everything by what it samples: before each token it reads the sequence
-    back through its block table. So a block given to two sequences, a skipped chunk, a prefix shared by mistake, a
-    stale slot or a missing copy all lead to a wrong token, and one wrong token changes all that follow.
+    It does what a real worker does, and checks everything by what it samples: before each token it adds up the
+    sequence's states through its block table. So a block given to two sequences, a skipped chunk, a prefix shared by
+    mistake, a stale slot or a missing copy all lead to a wrong token, and one wrong token changes all that follow.
 
     Its drafts are right or wrong as it is told. It keeps a token table, and writes garbage for wrong drafts, as a real
     worker does. So a position that is not computed again after a rejected draft leads to a wrong token, too.
@@ -208,7 +208,7 @@ class SimulatedWorker:
         self.block_size = block_size
         self.drafting_s = drafting_s
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.pages = [[0] * block_size for _ in range(num_blocks)]
+        self.pages = [Page.of([0] * block_size) for _ in range(num_blocks)]
         self.slots: dict[int, _Slot] = {}
         self.slots_with_logprobs: set[int] = set()  # whose sequences requested logprobs
         self.num_steps = 0
@@ -325,15 +325,19 @@ class SimulatedWorker:
     def _compute(self, slot: _Slot, start: int, stop: int) -> None:
         """Compute the states of positions whose tokens are known."""
         pages, block_size, known, table = self.pages, self.block_size, slot.tokens, slot.block_table
-        state = pages[table[(start - 1) // block_size]][(start - 1) % block_size] if start else 0
+        state = pages[table[(start - 1) // block_size]].states[(start - 1) % block_size] if start else 0
         for position in range(start, stop):
             state = next_state(state, known[position])
-            pages[table[position // block_size]][position % block_size] = state
+            pages[table[position // block_size]].write(position % block_size, state)
 
     def _sample(self, slot: _Slot, position: int) -> int:
         """Return the token at a position after all that are computed, and put it into the token table."""
-        states = chain.from_iterable(map(self.pages.__getitem__, slot.block_table))
-        token_id = next_token(islice(states, position))
+        pages, table = self.pages, slot.block_table
+        num_full, num_rest = divmod(position, self.block_size)
+        total = sum([pages[block].total for block in table[:num_full]])
+        if num_rest:
+            total += sum(pages[table[num_full]].states[:num_rest])
+        token_id = next_token(total)
         slot.tokens[position], slot.newest = token_id, position
         return token_id
 
@@ -351,7 +355,7 @@ class SimulatedWorker:
     def _write_garbage(self, slot: _Slot, start: int, stop: int) -> None:
         """Write states that must never be read."""
         for position in range(start, stop):
-            self.pages[slot.block_table[position // self.block_size]][position % self.block_size] = GARBAGE
+            self.pages[slot.block_table[position // self.block_size]].write(position % self.block_size, GARBAGE)
 
     def _with_logprobs(self, plan: StepPlan, result: StepResult, spans: list[_Span]) -> StepResult:
         of_sampled: list[TokenLogprobs | None] = []
@@ -375,4 +379,4 @@ class SimulatedWorker:
     def _logprobs_after(self, slot: _Slot, position: int, num_top: int) -> TokenLogprobs:
         """The logprobs of the token after `position`, from the states in the pages."""
         block = slot.block_table[position // self.block_size]
-        return token_logprobs(self.pages[block][position % self.block_size], slot.tokens[position + 1], num_top)
+        return token_logprobs(self.pages[block].states[position % self.block_size], slot.tokens[position + 1], num_top)

@@ -22,6 +22,7 @@ from servekit.protocol.messages import (
     WorkerReady,
 )
 from servekit.simulation.model import DEFAULT_MAX_MODEL_LEN, SimulatedModel, parse_simulated
+from servekit.simulation.page import Page
 from servekit.simulation.worker import NO_DRAFTS, VOCAB_SIZE, SimulatedConnector, SimulatedWorker
 from workers.runner.interface import Pending, done
 
@@ -78,13 +79,13 @@ class RingConnector:
         """The blocks that can be loaded."""
         return [key for ring in self._rings for key in ring.list_keys()]
 
-    def execute(self, plan: StepPlan, pages: list[list[int]]) -> TransferReport:
+    def execute(self, plan: StepPlan, pages: list[Page]) -> TransferReport:
         """Load what a plan says."""
         dropped = [key for ring in self._rings for key in ring.refresh()]
-        failed = [index for index, (key, block) in enumerate(plan.loads) if not self._load(key, pages[block])]
+        failed = [index for index, (key, block) in enumerate(plan.loads) if not self._load(key, block, pages)]
         return TransferReport(tuple(failed), tuple(dropped), num_received=len(plan.loads) - len(failed))
 
-    def send(self, plan: StepPlan, pages: list[list[int]], report: TransferReport) -> TransferReport:
+    def send(self, plan: StepPlan, pages: list[Page], report: TransferReport) -> TransferReport:
         """Send what a plan says, behind its step."""
         ring = self._own
         if ring is None or not plan.sends:
@@ -92,7 +93,7 @@ class RingConnector:
         dropped = list(report.dropped_keys)
         for block, key in plan.sends:
             (row,) = ring.next_rows(1)
-            ring.rows[row].view(np.int64)[:] = pages[block]
+            ring.rows[row].view(np.int64)[:] = pages[block].states
             ring.append([key])
             dropped += ring.refresh()
         return replace(report, dropped_keys=tuple(dropped), num_sent=len(plan.sends), block_bytes=ring.rows.shape[1])
@@ -100,12 +101,12 @@ class RingConnector:
     def damage(self, number: int) -> None:
         """Do nothing: blocks are damaged in simulations only."""
 
-    def _load(self, key: bytes, page: list[int]) -> bool:
+    def _load(self, key: bytes, block: int, pages: list[Page]) -> bool:
         ring = next((ring for ring in self._rings if key in ring), None)
         if ring is None:
             return False
         blocks, is_right = ring.read([key])
-        page[:] = blocks[0].view(np.int64).tolist()
+        pages[block] = Page.of(blocks[0].view(np.int64).tolist())
         return bool(is_right[0])
 
 

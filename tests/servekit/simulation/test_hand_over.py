@@ -21,6 +21,7 @@ from servekit.scheduler.sequence import Sequence
 from servekit.scheduler.workload_manager import WorkloadManager
 from servekit.simulation import service
 from servekit.simulation.kv_transfer import SimulatedReceiver, SimulatedRing, SimulatedSender
+from servekit.simulation.page import Page
 from servekit.simulation.scenario import Arrival, Fault, Scenario
 from servekit.simulation.service import Simulation
 from servekit.simulation.worker import SimulatedConnector, Violation
@@ -192,7 +193,7 @@ def test_each_manager_is_replayed_with_identical_plans() -> None:
 
 # -- what the simulation refuses ---------------------------------------------------------------------------------------
 
-KEY_A, PAGES = bytes(16), [[1, 2], [3, 4]]
+KEY_A, PAGES = bytes(16), [Page.of([1, 2]), Page.of([3, 4])]
 SENDS, LOADS = StepPlan(0, 0, (), (), sends=((0, KEY_A),)), StepPlan(0, 0, (), (), loads=((KEY_A, 0),))
 
 
@@ -213,7 +214,7 @@ def test_plans_for_another_kind_of_worker_are_a_violation() -> None:
     with pytest.raises(Violation, match="for a prefill worker"):
         SimulatedConnector(4).send(SENDS, PAGES, TransferReport())
     receiver.damage(0)
-    assert receiver.execute(LOADS, [[5, 6]]).failed_loads == (0,)
+    assert receiver.execute(LOADS, [Page.of([5, 6])]).failed_loads == (0,)
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
