@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import signal
 import socket
 import time
@@ -31,6 +30,7 @@ from servekit.simulation.worker import NaiveReference
 from tests.support.predictor_checkpoints import TEXTS, make_classifier, make_embedder
 from tests.support.server_process import ServerProcess, serving
 from tests.torture.crowd import wait_until
+from tests.torture.remote_server import read_request, write_completion, write_json
 from tests.torture.report import BUILD, Finding, percentile
 
 NUM_CLIENTS = 12
@@ -68,21 +68,11 @@ class SlowServer:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = re.search(rb"(?i)content-length: (\d+)", head)
-            await reader.readexactly(int(length[1]) if length else 0)
-            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/event-stream\r\n\r\n")
+            head, _ = await read_request(reader)
             if head.startswith(b"GET"):
-                writer.write(b'{"data": [{"id": "slow"}]}')
-                return
-            for number in range(FAR_PIECES):
-                await asyncio.sleep(FAR_PAUSE_S)
-                end = '"stop"' if number == FAR_PIECES - 1 else "null"
-                choice = f'{{"index": 0, "text": "slow ", "finish_reason": {end}}}'
-                writer.write(f'data: {{"choices": [{choice}]}}\n\n'.encode())
-                await writer.drain()
-            writer.write(b"data: [DONE]\n\n")
-            await writer.drain()
+                await write_json(writer, "200 OK", '{"data": [{"id": "slow"}]}')
+            else:
+                await write_completion(writer, "slow ", FAR_PIECES, FAR_PAUSE_S)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has left
         finally:

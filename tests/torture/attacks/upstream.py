@@ -9,37 +9,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from tests.torture.remote_server import read_request, write_completion, write_json
 
 STALL_S = 30.0
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with suppress(ConnectionError, asyncio.IncompleteReadError):
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"(?i)content-length: (\d+)", head)
-        body = await reader.readexactly(int(length[1]) if length else 0)
-        begin = b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Type: %s\r\n\r\n"
+        head, body = await read_request(reader)
         if head.startswith(b"GET"):
-            writer.write(begin % (b"200 OK", b"application/json") + b'{"data": [{"id": "far"}]}')
+            await write_json(writer, "200 OK", '{"data": [{"id": "far"}]}')
         elif b"fail" in body[:2000]:
-            writer.write(begin % (b"500 Internal Server Error", b"application/json") + b'{"error": {"message": "no"}}')
+            await write_json(writer, "500 Internal Server Error", '{"error": {"message": "no"}}')
         else:
             if b"stall" in body[:2000]:
                 await asyncio.sleep(STALL_S)
-            writer.write(begin % (b"200 OK", b"text/event-stream"))
-            num_pieces = json.loads(body).get("max_tokens") or 1
-            for number in range(num_pieces):
-                reason = '"stop"' if number == num_pieces - 1 else "null"
-                choice = f'{{"index": 0, "text": "far ", "finish_reason": {reason}}}'
-                writer.write(f'data: {{"choices": [{choice}]}}\n\n'.encode())
-                await writer.drain()
-            writer.write(b"data: [DONE]\n\n")
-        await writer.drain()
+            await write_completion(writer, "far ", json.loads(body).get("max_tokens") or 1)
     writer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,22 @@ def load(path: Path, name: str, dtype: str, max_loras: int = 0, **changes: Any) 
     return ModelManager("cpu").load(path, dtype, None, max_loras=max_loras, max_lora_rank=16)
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count the calls of C from now on, by the method that makes them."""
+    calls = {"choose": 0, "logits": 0}
+
+    def counted(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(self: CpuLanguageModel, spans: list[Span], adapters: LoraStep | None) -> Any:
+            calls[name] += 1
+            return method(self, spans, adapters)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(CpuLanguageModel, name, counted(getattr(CpuLanguageModel, name), name))
+    return calls
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", IN_ONE_CALL)
 def test_logits_are_those_of_the_model(name: str, dtype: str, tmp_path: Path) -> None:
@@ -99,9 +116,7 @@ def test_tokens_are_those_of_steps_that_are_laid_out(
 ) -> None:
     """With rows that take the likeliest token alone, and with other rows among them."""
     loaded = load(tmp_path, "llama", dtype)
-    calls = {"choose": 0, "logits": 0}
-    for name in calls:
-        monkeypatch.setattr(CpuLanguageModel, name, _counted(getattr(CpuLanguageModel, name), name, calls))
+    calls = count_calls(monkeypatch)
 
     def served(in_one_call: bool) -> list[Any]:
         engine = InProcessEngine(loaded, num_blocks=48, max_steps_in_flight=max_steps_in_flight)
@@ -132,9 +147,7 @@ def test_drafts_are_verified_in_the_same_call(
 ) -> None:
     """Rows are greedy or not, and the drafter is right half of the time."""
     loaded = load(tmp_path, "llama", "float32")
-    calls = {"choose": 0, "logits": 0}
-    for name in calls:
-        monkeypatch.setattr(CpuLanguageModel, name, _counted(getattr(CpuLanguageModel, name), name, calls))
+    calls = count_calls(monkeypatch)
 
     def served(drafter: Drafter | None, others: dict[str, Any]) -> list[Any]:
         engine = InProcessEngine(
@@ -203,9 +216,7 @@ def test_adapters_take_part_in_the_call(dtype: str, tmp_path: Path, monkeypatch:
         adapter = LoraAdapter(number, str(tmp_path / str(number)))
         adapters.append(replace(adapter, fingerprint=loaded.lora.load(adapter)[0]))
     changed = LoraAdapter(9, str(tmp_path / "1"), "other files")
-    calls = {"choose": 0, "logits": 0}
-    for name in calls:
-        monkeypatch.setattr(CpuLanguageModel, name, _counted(getattr(CpuLanguageModel, name), name, calls))
+    calls = count_calls(monkeypatch)
 
     def served(in_one_call: bool) -> list[Any]:
         engine = InProcessEngine(loaded, num_blocks=48)
@@ -226,14 +237,6 @@ def test_adapters_take_part_in_the_call(dtype: str, tmp_path: Path, monkeypatch:
     assert calls["logits"] > 7
     of_adapters = {tuple(tokens) for tokens, *_ in expected}
     assert len(of_adapters) == 5, "the answers with different adapters were meant to differ"
-
-
-def _counted(function: Any, name: str, calls: dict[str, int]) -> Any:
-    def call(self: CpuLanguageModel, spans: list[Span], adapters: LoraStep | None) -> Any:
-        calls[name] += 1
-        return function(self, spans, adapters)
-
-    return call
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 5])
