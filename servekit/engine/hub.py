@@ -6,7 +6,9 @@ The library reads its own variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_EN
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import huggingface_hub  # which imports its parts, and an HTTP client, when one of them is used
@@ -20,6 +22,8 @@ DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tikto
 # Further copies of the same weights, for their authors' own code and for other programs.
 IGNORED = ["original/*", "consolidated*", "onnx/*"]
 PICKLED_WEIGHTS = "pytorch_model*.bin"
+
+UNREACHED_S = 10.0  # for so long, a hub that could not be reached is not asked again
 
 
 class ModelNotDownloaded(ConfigError):
@@ -63,7 +67,7 @@ def download_snapshot(
             revision=revision,
             allow_patterns=patterns,
             ignore_patterns=IGNORED,
-            local_files_only=not may_download,
+            local_files_only=not (may_download and _hub.is_reached(model, "config.json", revision)),
         ),
         may_download,
     )
@@ -74,7 +78,12 @@ def download_file(repository: str, name: str, revision: str | None, *, may_downl
     return _download(
         repository,
         revision,
-        lambda: huggingface_hub.hf_hub_download(repository, name, revision=revision, local_files_only=not may_download),
+        lambda: huggingface_hub.hf_hub_download(
+            repository,
+            name,
+            revision=revision,
+            local_files_only=not (may_download and _hub.is_reached(repository, name, revision)),
+        ),
         may_download,
     )
 
@@ -85,6 +94,37 @@ def list_files(model: str, revision: str | None) -> list[str]:
         return huggingface_hub.HfApi().list_repo_files(model, revision=revision)
     except Exception:  # of the library, and of the HTTP client that it happens to use
         return []
+
+
+class _Hub:
+    """Asks the hub once before a download, so that a server without a network reports it within seconds.
+
+    For a file that is not in the cache, the library asks six more times: for 23 s if there is no network, and for six
+    minutes if the network drops what it is sent. Of a snapshot it waits without end then. It has no setting for that.
+    This asks once, for as long as HF_HUB_ETAG_TIMEOUT says, which is 10 s by default.
+    """
+
+    def __init__(self) -> None:
+        self._unreached_s = -inf  # when it could not be reached; several files may be looked for, one by one
+
+    def is_reached(self, repository: str, name: str, revision: str | None) -> bool:
+        """Return whether the hub answers, whatever it says of this file. Raises the library's HFValidationError."""
+        from huggingface_hub import errors
+
+        url = huggingface_hub.hf_hub_url(repository, name, revision=revision)
+        if time.monotonic() - self._unreached_s < UNREACHED_S:
+            return False
+        try:
+            huggingface_hub.get_hf_file_metadata(url)
+        except errors.HfHubHTTPError:
+            return True
+        except Exception:  # of the HTTP client that the library happens to use, or because of HF_HUB_OFFLINE
+            self._unreached_s = time.monotonic()
+            return False
+        return True
+
+
+_hub = _Hub()
 
 
 def _download(model: str, revision: str | None, download: Callable[[], str], may_download: bool) -> Path:
@@ -161,7 +201,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         case errors.LocalEntryNotFoundError():
             return (
                 f"is not a local directory, not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot "
-                "be reached; check the network, or give a directory"
+                "be reached; check the name and the network, or give a directory"
             )
     reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())[:300]
     return f"could not be downloaded to {constants.HF_HUB_CACHE}: {type(error).__name__}: {reason}"

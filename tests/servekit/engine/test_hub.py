@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,8 +133,25 @@ def test_what_is_in_the_cache_is_found_without_a_network(hub: StubHub, tmp_path:
     cached, missing = find("http://127.0.0.1:9", tmp_path, "org/model@v2", "org/model")
     assert isinstance(cached, dict) and cached["model.safetensors"] == "newer"
     assert isinstance(missing, str) and missing.endswith(
-        "and http://127.0.0.1:9 cannot be reached; check the network, or give a directory"
+        "and http://127.0.0.1:9 cannot be reached; check the name and the network, or give a directory"
     )
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_for_all_files(tmp_path: Path) -> None:
+    """Without that, the library would ask for six minutes for a file, and wait without end for a snapshot."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        answers = find(endpoint, tmp_path, "org/model", "org/model/file.gguf", HF_HUB_ETAG_TIMEOUT="1")
+        assert [str(answer).partition(" and http")[2] for answer in answers] == [
+            f"{endpoint.removeprefix('http')} cannot be reached; check the name and the network, or give a directory"
+        ] * 2
+        silent.setblocking(False)
+        requests = list[str]()
+        with suppress(BlockingIOError):
+            while True:
+                with silent.accept()[0] as connection:
+                    requests.append(connection.recv(4096).decode().partition(" HTTP")[0])
+    assert [each for each in requests if "org/model" in each] == ["HEAD /org/model/resolve/main/config.json"]
 
 
 def test_a_gated_model_says_how_to_get_access(hub: StubHub, tmp_path: Path) -> None:

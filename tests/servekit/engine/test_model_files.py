@@ -108,6 +108,7 @@ def test_a_gguf_file_of_a_repository_is_downloaded_alone(tmp_path: Path, monkeyp
         return str(tmp_path / "model.gguf")
 
     (tmp_path / "model.gguf").touch()
+    monkeypatch.setattr("servekit.engine.hub._Hub.is_reached", lambda *_: True)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(ConfigError, match=r"model\.gguf does not begin with GGUF"):
         find_model("owner/name/folder/model-Q8_0.gguf")
