@@ -29,6 +29,7 @@ class CpuAttention:
         self._pack = PACK[dtype]
         self._store_and_attend = library.store_and_attend
         self._rotate_store_and_attend = library.rotate_store_and_attend
+        self._library = library
         # By layer: the parameters, the struct made of them, and the float32 sinks that the struct points to.
         self._structs: dict[int, tuple[AttentionParams, CAttentionParams, Tensor | None]] = {}
 
@@ -100,6 +101,15 @@ class CpuAttention:
             output.data_ptr(),
         )
         return output
+
+    def uses_tiles(self, cache: KVCache, layer: int, num_heads: int, params: AttentionParams) -> bool:
+        """Return whether prompts attend by AMX tiles in this layer; see tiled_attention.c."""
+        pages = self.layer_pages(cache, layer, num_heads, params)
+        return bool(self._library.attention_uses_tiles(pages.params))
+
+    def let_use_tiles(self, may_use: bool) -> None:
+        """Let attention use tiles, in all layers of the process, or not."""
+        self._library.let_attention_use_tiles(may_use)
 
     def layer_pages(self, cache: KVCache, layer: int, num_heads: int, params: AttentionParams) -> CLayerPages:
         """Return a layer's parameters and pages as the C functions take them. It points to tensors of `cache`."""

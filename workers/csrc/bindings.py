@@ -248,6 +248,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "store_and_attend": (None, [_pointer] * 2 + [_pointer, _int64] * 3 + [_pointer]),
     # pages, metadata, qkv, rotation, norms, output
     "rotate_store_and_attend": (None, [_pointer] * 6),
+    # params
+    "attention_uses_tiles": (_int64, [_pointer]),
+    "let_attention_use_tiles": (None, [_int64]),
     # x, weight, residual, output; num_rows, size; epsilon
     "rms_norm": (None, [_pointer] * 4 + [_int64] * 2 + [_float]),
     # gate_up, output; num_rows, size

@@ -31,12 +31,12 @@ log = logging.getLogger("servekit.worker")
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    *("paged_attention.c", "layers.c", "skinny_gemm.c", "blocked_gemm.c", "quantized_gemm.c", "lora.c", "experts.c"),
-    *("decoder.c", "language_model.c", "compact_panels.c", "team.c"),
+    *("paged_attention.c", "tiled_attention.c", "layers.c", "skinny_gemm.c", "blocked_gemm.c", "quantized_gemm.c"),
+    *("lora.c", "experts.c", "decoder.c", "language_model.c", "compact_panels.c", "team.c"),
 )
 HEADERS = (
     *("kernels.h", "kv_codes.h", "vectors.h", "products.h", "strips.h", "team.h", "tiles.h"),
-    *("compact_panels.h", "online_softmax.h"),
+    *("compact_panels.h", "online_softmax.h", "query_group.h"),
 )
 LANES = 16  # numbers in a vector, as in vectors.h: sizes are multiples of it, or padded to one
 COMPILERS = ("cc", "gcc", "clang")

@@ -10,7 +10,7 @@
 
 #include "vectors.h"
 
-/* -- attention over KV pages (paged_attention.c) ------------------------------------------------------------------ */
+/* -- attention over KV pages (paged_attention.c, tiled_attention.c) --------------------------------------------- */
 
 enum { MAX_HEAD_DIM = 512 }; /* MAX_HEAD_DIM in bindings.py is the same number */
 
@@ -69,6 +69,12 @@ typedef struct {
    rotated. Overwrites the queries and keys in qkv. */
 void rotate_store_and_attend(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv,
                              const rotation *rotation, const head_norms *norms, scalar *output);
+
+/* Whether prompts attend by AMX tiles in such a layer. The first call asks Linux for the right to use them. */
+int64_t attention_uses_tiles(const attention_params *params);
+
+/* Whether attention may use tiles: at first it may. All layers of the process are meant. */
+void let_attention_use_tiles(int64_t may_use);
 
 /* -- elementwise layers (layers.c) -------------------------------------------------------------------------------- */
 

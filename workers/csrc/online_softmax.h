@@ -1,6 +1,5 @@
 /* The softmax of query rows, computed strip by strip (Milakov and Gimelshein, 2018, "Online normalizer calculation for
-   softmax"), and what happens to scores before it. A strip is up to STRIP_TILES tiles of sixteen tokens; scores[t][r] are
-   those of row r and tile t. */
+   softmax"), and what happens to scores before it. A strip is up to STRIP_TILES tiles of sixteen tokens. */
 
 #ifndef SERVEKIT_ONLINE_SOFTMAX_H
 #define SERVEKIT_ONLINE_SOFTMAX_H
@@ -42,14 +41,14 @@ static inline row_softmax begin_softmax(const attention_params *params, float si
     return (row_softmax){{params->sinks ? 1.0f : 0.0f}, sink * LOG2_E / to_power_of(params)};
 }
 
-/* Turn the scores of row `r` and a strip into weights. If the ceiling must be raised, the row's total and its `width`
-   vectors of sums of values are rescaled. value_scales: for each tile, a vector by which the weights are multiplied,
-   but not their total; NULL: none. */
+/* Turn the scores of a row and a strip into weights. `stride` is from the scores of one tile to those of the next. If the
+   ceiling must be raised, the row's total and its `width` vectors of sums of values are rescaled. value_scales: for each
+   tile, a vector by which the weights are multiplied, but not their total; NULL: none. */
 INLINE void weigh(tile_weights *weights, row_softmax *row, floats *sums, int64_t width,
-                  const floats (*scores)[MAX_ROWS], int r, int num_tiles, float to_power,
+                  const floats *scores, int64_t stride, int num_tiles, float to_power,
                   const uint8_t *const *value_scales) {
-    floats top = scores[0][r];
-    for (int t = 1; t < num_tiles; t++) top = larger(scores[t][r], top);
+    floats top = scores[0];
+    for (int t = 1; t < num_tiles; t++) top = larger(scores[t * stride], top);
     if (any_above(top, row->ceiling)) {
         const float ceiling = max_of_lanes(top) + HEADROOM_BITS / to_power;
         const floats decay = exp2_nonpositive((floats){} + (row->ceiling - ceiling) * to_power);
@@ -60,7 +59,7 @@ INLINE void weigh(tile_weights *weights, row_softmax *row, floats *sums, int64_t
     /* Because of its window, a row may have seen no key yet. Its weights have no effect then, but must be finite. */
     const float shift = row->ceiling == -INFINITY ? 0.0f : row->ceiling * to_power;
     for (int t = 0; t < num_tiles; t++) {
-        floats weight = exp2_nonpositive(scores[t][r] * to_power - shift);
+        floats weight = exp2_nonpositive(scores[t * stride] * to_power - shift);
         row->total += weight;
         if (value_scales) weight *= *(const floats *)value_scales[t];
         store_weights(weights[t], weight);

@@ -2,7 +2,7 @@
 
    Nothing is gathered. Each key and value is read in place: in a decode step once for up to eight query rows, and in a
    prompt once for MAX_PROMPT_ROWS (eight over codes). The softmax is computed online (online_softmax.h). The query
-   heads that share a key head are further query rows of it.
+   heads that share a key head are further query rows of it. On processors with AMX, tiled_attention.c computes prompts.
 
    The layout of the pages is the one that the multiplications read: tiles of sixteen tokens of one head,
 
@@ -32,6 +32,7 @@
 #include "kv_codes.h"
 #include "online_softmax.h"
 #include "products.h"
+#include "query_group.h"
 
 /* A prompt's rows are computed PROMPT_ROWS at a time, so that all sums stay in registers; with SCORES_STRIPS, for all
    tiles of a strip together. MAX_PROMPT_ROWS rows read a strip while it is in the first-level cache. */
@@ -49,12 +50,6 @@ static inline int value_vectors(int num_rows) { return !SCORES_STRIPS ? 1 : num_
 
 static inline floats multiply_add(floats sum, const scalar *values, packed value) {
     return add_products(sum, load_ints(values), value);
-}
-
-/* The bytes of a tile of keys, or of values, of `dim` dimensions. */
-static inline int64_t tile_bytes(const attention_params *params, int64_t dim) {
-    const int64_t num_numbers = LANES * round_up_to_lanes(dim);
-    return params->page_format == PLAIN_PAGES ? num_numbers * (int64_t)sizeof(scalar) : SCALES_BYTES + num_numbers;
 }
 
 /* -- storing ----------------------------------------------------------------------------------------------------- */
@@ -169,58 +164,6 @@ static void rotate_and_store(const layer_pages *pages, const attention_metadata 
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
-/* The unit of work: up to eight query rows of one key head, or up to MAX_PROMPT_ROWS of a prompt. If g query heads
-   share a key head, then row i is query head i % g of that key head, in query i / g. */
-typedef struct {
-    const attention_params *params;
-    const uint8_t *keys, *values; /* the layer's pages */
-    const int32_t *block_table;   /* of the sequence */
-    int64_t kv_head;
-    const scalar *query[MAX_PROMPT_ROWS];
-    scalar *output[MAX_PROMPT_ROWS];
-    float sink[MAX_PROMPT_ROWS];
-    int64_t position[MAX_PROMPT_ROWS]; /* ascending */
-    int64_t begin, end;         /* the positions that any row sees; begin is the first position of a tile */
-    int num_rows;
-    int is_decode; /* the sequence has so few queries that it finds few of its keys in a cache */
-} query_group;
-
-/* A place in a sequence: its block, and the token in that block. Counted on, because a division takes longer than a
-   tile's products with two rows. */
-typedef struct { int64_t block, token; } place;
-
-static inline place place_of(const query_group *group, int64_t position) {
-    return (place){position / group->params->block_size, position % group->params->block_size};
-}
-
-/* The tokens of the tile at a place. */
-static inline int64_t tokens_of_tile(const query_group *group, place at) {
-    const int64_t left = group->params->block_size - at.token;
-    return left < LANES ? left : LANES;
-}
-
-static inline place next_tile(const query_group *group, place at) {
-    at.token += LANES;
-    return at.token < group->params->block_size ? at : (place){at.block + 1, 0};
-}
-
-/* Find the tiles of the strip that begins at `position`, which is `at`. Returns how many there are. */
-static inline int find_strip(const query_group *group, int64_t position, place at, const uint8_t **keys,
-                             const uint8_t **values) {
-    const attention_params *params = group->params;
-    const int64_t tiles = round_up_to_lanes(params->block_size) / LANES;
-    const int64_t key_bytes = tile_bytes(params, params->key_dim), value_bytes = tile_bytes(params, params->value_dim);
-    int num_tiles = 0;
-    for (; num_tiles < STRIP_TILES && position < group->end; num_tiles++, at = next_tile(group, at)) {
-        const int64_t page = group->block_table[at.block] * params->num_kv_heads + group->kv_head;
-        const int64_t tile = page * tiles + at.token / LANES;
-        keys[num_tiles] = group->keys + tile * key_bytes;
-        values[num_tiles] = group->values + tile * value_bytes;
-        position += tokens_of_tile(group, at);
-    }
-    return num_tiles;
-}
-
 /* Tiles are too short and too scattered for the hardware prefetcher. So while one tile is read, the next one is
    prefetched, cache line by cache line: if all lines were requested at once, the requests would queue, and the loads
    behind them would stall. Into the second-level cache, because the first is small. */
@@ -318,23 +261,6 @@ static inline __attribute__((always_inline)) void accumulate_codes(
     for (int r = 0; r < num_rows; r++) sums[r * sums_stride] = even[r] + odd[r];
 }
 
-/* Copy a query and fill it up with zeros. */
-static inline void copy_query(scalar *to, const scalar *query, int64_t dim) {
-    for (int64_t d = 0; d < dim; d++) to[d] = query[d];
-    for (int64_t d = dim; d < round_up_to_lanes(dim); d++) to[d] = 0;
-}
-
-static inline void finish_row(scalar *output, const floats *sums, floats total, int64_t value_dim) {
-    const float share = 1.0f / sum_of_lanes(total);
-    const int64_t left = value_dim % LANES, num_whole = value_dim / LANES;
-    for (int64_t w = 0; w < num_whole; w++) store(output + w * LANES, sums[w] * share);
-    if (left) {
-        scalar rest[LANES];
-        store(rest, sums[num_whole] * share);
-        memcpy(output + num_whole * LANES, rest, (size_t)left * sizeof(scalar));
-    }
-}
-
 /* Attention of one query group: of a decode step, or of any step if the pages hold codes. `next` is the group that this
    thread computes afterwards, or NULL: its first keys and values are prefetched while the last ones of this group are
    read. num_rows: see score_tile. has_codes is a constant, too: whether the pages hold codes, and not scalars. */
@@ -382,7 +308,7 @@ static inline __attribute__((always_inline)) void attend_rows(const query_group 
         }
         tile_weights weights[num_rows][STRIP_TILES];
         for (int r = 0; r < num_rows; r++)
-            weigh(weights[r], softmax + r, sums + r * width, width, scores, r, num_tiles, to_power,
+            weigh(weights[r], softmax + r, sums + r * width, width, scores[0] + r, MAX_ROWS, num_tiles, to_power,
                   has_codes ? values : NULL);
         if (has_codes) {
             for (int64_t w = 0; w < width; w++)
@@ -471,10 +397,12 @@ static __attribute__((noinline)) void weigh_strip(tile_weights (*weights)[STRIP_
                                                   int num_tiles, float to_power) {
     if (num_tiles == STRIP_TILES) /* most strips are whole: their loop is unrolled */
         for (int r = 0; r < PROMPT_ROWS; r++)
-            weigh(weights[r], softmax + r, sums + r * width, width, scores, r, STRIP_TILES, to_power, NULL);
+            weigh(weights[r], softmax + r, sums + r * width, width, scores[0] + r, MAX_ROWS, STRIP_TILES, to_power,
+                  NULL);
     else
         for (int r = 0; r < PROMPT_ROWS; r++)
-            weigh(weights[r], softmax + r, sums + r * width, width, scores, r, num_tiles, to_power, NULL);
+            weigh(weights[r], softmax + r, sums + r * width, width, scores[0] + r, MAX_ROWS, num_tiles, to_power,
+                  NULL);
 }
 
 static __attribute__((noinline)) void add_values(floats *sums, int64_t width, const uint8_t *const *values,
@@ -533,7 +461,8 @@ static void attend_prompt(const query_group *group) {
 
 static void attend_group(const query_group *group, const query_group *next) {
     const int is_plain = group->params->page_format == PLAIN_PAGES;
-    if (is_plain && !group->is_decode) attend_prompt(group);
+    if (is_plain && !group->is_decode && attention_uses_tiles(group->params)) attend_by_tiles(group);
+    else if (is_plain && !group->is_decode) attend_prompt(group);
     else if (is_plain) attend_group_over(group, next, 0);
     else attend_group_over(group, next, 1);
 }
@@ -550,7 +479,8 @@ typedef struct {
 
 /* The rows of a query group, at most. */
 static inline int64_t max_rows_of_group(const attention_params *params, int64_t num_queries) {
-    return num_queries > MAX_DECODE_QUERIES && params->page_format == PLAIN_PAGES ? MAX_PROMPT_ROWS : MAX_ROWS;
+    if (num_queries <= MAX_DECODE_QUERIES || params->page_format != PLAIN_PAGES) return MAX_ROWS;
+    return attention_uses_tiles(params) ? MAX_GROUP_ROWS : MAX_PROMPT_ROWS;
 }
 
 static void make_group(query_group *group, const attention_step *step, int64_t number) {

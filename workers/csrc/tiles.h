@@ -24,6 +24,10 @@ static inline int may_use_tiles(void) {
     return answer;
 }
 
+/* Call this between writing to memory and loading tiles, or their shape, from there. The intrinsics of GCC 12 do not say
+   that they read memory, so it might write later, or never. */
+static inline void finish_writing(const void *to) { __asm__ volatile("" : : "r"(to) : "memory"); }
+
 /* Shape the tiles: `first` rows in tiles 0, 1 and 4, and `second` rows in tiles 2, 3 and 5. Those of weights have
    weight_rows rows, of four bytes of x each. */
 static inline void shape_tiles_of(int64_t first, int64_t second, int64_t weight_rows) {
@@ -34,6 +38,7 @@ static inline void shape_tiles_of(int64_t first, int64_t second, int64_t weight_
         shape.rows[tile] = rows[tile];
         shape.bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? 4 * weight_rows : 64);
     }
+    finish_writing(&shape);
     _tile_loadconfig(&shape);
 }
 

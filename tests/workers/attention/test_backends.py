@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.support.emulated_attention import emulated_attention, trapped_attention
+from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionBackend, AttentionMetadata, AttentionParams, HeadNorms, PagedStep
 from workers.attention.selector import choose_attention, paged_attention
 from workers.attention.torch_backend import TorchAttention
@@ -20,18 +22,27 @@ from workers.kv_cache.pages import KVCache, LayerShape
 
 Backend = tuple[AttentionBackend, torch.dtype]
 CPU = torch.device("cpu")
+TILES = {"emulated tiles": emulated_attention, "trapped tiles": trapped_attention}  # AMX; bfloat16
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
 def make_attention(name: str, dtype: torch.dtype) -> AttentionBackend:
     if name == "torch":
         return TorchAttention(PlainPages(dtype))
+    if name in TILES:
+        return CpuAttention(TILES[name](), dtype, PlainPages(dtype))
     chosen = choose_attention(CPU, dtype, [LayerShape(1, 16, 16)], [], 16)
     assert chosen.name == name
     return chosen
 
 
-@pytest.fixture(params=[("cpu", torch.float32), ("cpu", torch.bfloat16), ("torch", torch.float32)], ids=str)
+BACKENDS = [
+    *(("cpu", torch.float32), ("cpu", torch.bfloat16), ("torch", torch.float32), ("emulated tiles", torch.bfloat16)),
+    pytest.param(("trapped tiles", torch.bfloat16), marks=pytest.mark.long),  # the others test the same source
+]
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
 def backend(request: pytest.FixtureRequest) -> Backend:
     name, dtype = request.param
     return make_attention(name, dtype), dtype
@@ -283,15 +294,17 @@ def test_a_layers_parameters_may_change(backend: Backend) -> None:
     case.assert_right()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompt_gives_the_same_bits_however_it_is_cut_into_chunks(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("emulated tiles", torch.bfloat16)]
+)
+def test_a_prompt_gives_the_same_bits_however_it_is_cut_into_chunks(name: str, dtype: torch.dtype) -> None:
     class Whole(Case):
         STEPS = ((100, 133, 64, 81, 17),)
 
     class InChunks(Case):
         STEPS = ((17, 75, 33, 64, 17), (50, 110, 64, 81, 17), (100, 133, 64, 81, 17))  # of more than 16 tokens
 
-    cases = [kind((make_attention("cpu", dtype), dtype), num_groups=4) for kind in (Whole, InChunks)]
+    cases = [kind((make_attention(name, dtype), dtype), num_groups=4) for kind in (Whole, InChunks)]
     whole, in_chunks = (case.run(case.attend) for case in cases)
     for expected, found in zip(whole, in_chunks, strict=True):
         assert torch.equal(found, expected)

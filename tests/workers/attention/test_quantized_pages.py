@@ -266,7 +266,7 @@ def test_processors_without_wide_vectors_compute_the_same(
         pytest.skip("another processor, or no compiler")
     flags = tuple(flag for flag in build.FLAGS if flag != "-O3")
     monkeypatch.setattr(build, "FLAGS", (*flags, f"-march={architecture}", "-O1", NOT_INLINED))
-    monkeypatch.setattr(build, "SOURCES", ("paged_attention.c",))
+    monkeypatch.setattr(build, "SOURCES", ("paged_attention.c", "tiled_attention.c"))
     library = declare_prototypes(
         ctypes.CDLL(str(build.compile_library(compiler, build.MACROS[dtype_name], tmp_path / "a.so")))
     )

@@ -69,7 +69,7 @@ PROCESSORS: dict[str, tuple[str, ...]] = {  # flags of the compiler
     "SSE2": ("-march=x86-64",),
     "AMX, emulated": ("-mamx-tile", "-mamx-int8", "-mamx-bf16", f"-I{FOLDER}"),
 }
-EMULATED_TILES = str(Path(__file__).with_name("emulated_tiles.c"))
+EMULATED = str(Path(__file__).with_name("emulated_quantized_gemm.c"))
 
 
 LIBRARIES = [  # to compile for other processors takes a while, so these are long tests
@@ -90,7 +90,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         if PROCESSORS[name]:
             patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O1", NOT_INLINED, *PROCESSORS[name]))
-            patch.setattr(compiling, "SOURCES", (EMULATED_TILES if "AMX" in name else "quantized_gemm.c", "team.c"))
+            patch.setattr(compiling, "SOURCES", (EMULATED if "AMX" in name else "quantized_gemm.c", "team.c"))
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         found = c_library.__wrapped__(dtype)
     if found is None:
