@@ -4,10 +4,15 @@ The engine never waits for a client. A reader gets everything that is pending at
 often, holds at most the length of its own output, and never delays other clients. With an `interval` above 1, a fast
 reader is woken less often, too: at once for the first tokens, later only when a sequence has that many new tokens, or
 has ended.
+
+A task takes a microsecond to be resumed, for each token of each stream. So a reader may pass a function that takes what
+is pending, and the event loop calls it in place of resuming the task.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import ClassVar
 
 from msgspec import Struct
@@ -39,7 +44,7 @@ class ParsedDelta(TokenDelta, frozen=True, array_like=True, gc=False):
 class ClientQueue:
     """A queue that the engine fills and one reader empties."""
 
-    __slots__ = ("_changed", "_error", "_interval", "_is_read", "_num_pending", "_pending")
+    __slots__ = ("_changed", "_error", "_interval", "_is_offered", "_is_read", "_num_pending", "_pending", "_take")
     takes_token_ids: ClassVar[bool] = False  # whether its reader makes the text, where that does not end a sequence
 
     def __init__(self, interval: int = 1) -> None:
@@ -49,16 +54,21 @@ class ClientQueue:
         self._num_pending: dict[int, int] = {}  # new tokens by sequence, if the interval is above 1
         self._error: Exception | None = None
         self._changed = SingleWaiterEvent()
+        self._take: Callable[[list[TokenDelta]], bool] | None = None  # of the reader that waits
+        self._is_offered = False  # whether the event loop is about to call it
 
     def put(self, delta: TokenDelta) -> None:
         """Add a delta, and wake the reader if it is due. Never waits."""
         self._pending.append(delta)
-        if self._interval == 1 or not self._is_read or delta.finish_reason is not None:
+        if self._interval != 1 and self._is_read and delta.finish_reason is None:
+            num_pending = self._num_pending[delta.index] = self._num_pending.get(delta.index, 0) + 1
+            if num_pending < self._interval:
+                return
+        if self._take is None:
             self._changed.set()
-            return
-        num_pending = self._num_pending[delta.index] = self._num_pending.get(delta.index, 0) + 1
-        if num_pending >= self._interval:
-            self._changed.set()
+        elif not self._is_offered:
+            self._is_offered = True
+            asyncio.get_running_loop().call_soon(self._offer)
 
     def fail(self, error: Exception) -> None:
         """Make the reader raise this error, after it has got what is pending."""
@@ -69,20 +79,47 @@ class ClientQueue:
         """Make a waiting reader return, even if nothing is pending."""
         self._changed.set()
 
-    async def get(self) -> list[TokenDelta]:
+    async def get(self, take: Callable[[list[TokenDelta]], bool] | None = None) -> list[TokenDelta]:
         """Return everything that has been added since the last call; wait until there is something.
+
+        If `take` is given, it is called with everything in place of that, as often as something is added, until it
+        returns False: then it has not taken them, and they are returned.
 
         Returns an empty list after `wake`. Raises the error that `fail` was given. There is no timeout: each sequence
         ends by length at the latest, a worker that does not answer fails its clients' queues, and a reader whose client
         disconnects is cancelled.
         """
-        await self._changed.wait()
+        self._take = take
+        try:
+            await self._changed.wait()
+        finally:
+            self._take = None
         if not self._pending and self._error is not None:
             raise self._error
+        pending = self._take_pending()
+        if self._error is None:
+            self._changed.clear()
+        return pending
+
+    def _offer(self) -> None:
+        """Let the reader's function take what is pending; otherwise, or if that fails, wake the reader."""
+        self._is_offered = False
+        take = self._take
+        if take is None or not self._pending:
+            return  # the reader is awake
+        pending = self._take_pending()
+        try:
+            is_taken = take(pending)
+        except Exception as error:
+            self.fail(error)
+            return
+        if not is_taken:
+            self._pending, self._take = pending, None
+            self._changed.set()
+
+    def _take_pending(self) -> list[TokenDelta]:
         pending, self._pending = self._pending, []
         if self._num_pending:
             self._num_pending.clear()
         self._is_read = True
-        if self._error is None:
-            self._changed.clear()
         return pending

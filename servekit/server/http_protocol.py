@@ -38,6 +38,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from servekit.aio.pause_tolerant_timer import PauseTolerantTimer
 from servekit.aio.single_waiter_event import SingleWaiterEvent
+from servekit.api.body_writer import offer_body_writer
 from servekit.api.disconnect import disconnect_of
 from servekit.api.responses.http import error_body
 from servekit.api.routes.live import is_viewer
@@ -375,6 +376,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close_after_last(cycle)
         if cycle.scope["http_version"] == "1.0":
             app = cast(ASGI3Application, _WithoutChunks(app, cycle))
+        offer_body_writer(cast(dict[str, Any], cycle.scope), _ChunkWriter(cycle))
         super()._start_asgi_task(cycle, app)
 
     def _close_after_last(self, cycle: RequestResponseCycle) -> None:
@@ -570,6 +572,26 @@ class _WithoutChunks:
             await send(message)
 
         await self._app(scope, receive, send_without_chunks)
+
+
+class _ChunkWriter:
+    """Writes chunks of the body of an answer, as uvicorn does."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the answer is in chunks, and uvicorn would write the next one without waiting."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, part: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _LingeringTransport:

@@ -5,6 +5,9 @@ response runs one. The protocol reports a disconnect by a callback, the engine f
 all streams share one keep-alive timer. With thousands of streams this saves a third of the memory of each:
 docs/performance.md has the figures, and `make bench-streams` repeats them. Other streams (the live feed) use
 sse-starlette.
+
+Almost all events are written by a callback, without resuming the task: it only waits for the first and the last
+token, for a client that does not read, and for what is not a token.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from servekit.api.body_writer import BodyWriter, body_writer_of
 from servekit.api.disconnect import disconnect_of
 from servekit.api.responses.collect import split_into_events
 from servekit.api.responses.http import error_body_for
@@ -110,8 +114,11 @@ class EventStream(Response):
         self._request = request
         self._state = state
         self._format = event_format
+        self._keep_alive: KeepAlive = request.app.state.keep_alive
+        self._writer: BodyWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._writer = body_writer_of(scope)
         disconnect = disconnect_of(scope)
         disconnect.set_callback(self._on_disconnect)
         try:
@@ -129,31 +136,47 @@ class EventStream(Response):
             self._state.abort()
 
     async def _stream(self, send: Send) -> None:
-        state, queue, to_events = self._state, self._state.queue, self._format.events
+        state, queue, keep_alive = self._state, self._state.queue, self._keep_alive
         times = state.request.times
+        write_now = None if self._writer is None else self._write_now
         num_unfinished = state.num_answers
-        keep_alive: KeepAlive = self._request.app.state.keep_alive
-        nothing = self._format.framing.keep_alive
         keep_alive.note(queue)
         try:
             while num_unfinished:
-                deltas = await queue.get()
-                if times is not None and deltas and deltas[-1].finish_reason is not None:
+                deltas = await queue.get(write_now)
+                num_ended = sum([delta.finish_reason is not None for delta in deltas])
+                num_unfinished -= num_ended
+                if times is not None and num_ended:
                     times.answered()
-                if len(deltas) == 1:  # as almost always, with an interval of 1 and a reader that keeps up
-                    written = to_events(deltas)
-                else:
-                    written = b"".join(map(to_events, split_into_events(deltas, state.interval))) if deltas else nothing
+                written = self._events(deltas) if deltas else self._format.framing.keep_alive
                 if written:
                     await _send(send, written, times=times)
                     keep_alive.note(queue)
-                for delta in deltas:
-                    num_unfinished -= delta.finish_reason is not None
         finally:
             keep_alive.forget(queue)
         last = self._format.last_events()
         if last:
             await _send(send, last, times=times)
+
+    def _write_now(self, deltas: list[TokenDelta]) -> bool:
+        """Write events at once. Returns False, and does nothing, if a sequence ends or the client does not read."""
+        writer = self._writer
+        assert writer is not None
+        if not writer.is_ready:
+            return False
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                return False
+        written = self._events(deltas)
+        if written:
+            writer.write(written)
+            self._keep_alive.note(self._state.queue)
+        return True
+
+    def _events(self, deltas: list[TokenDelta]) -> bytes:
+        if len(deltas) == 1:  # as almost always, with an interval of 1 and a reader that keeps up
+            return self._format.events(deltas)
+        return b"".join(map(self._format.events, split_into_events(deltas, self._state.interval)))
 
     def _on_disconnect(self) -> None:
         """Abort the sequences at once, whatever the stream is waiting for."""

@@ -56,6 +56,7 @@ CYCLE_ATTRIBUTES = [
     "chunked_encoding",
     "disconnected",
     "expected_content_length",
+    "flow",
     "keep_alive",
     "message_event",
     "more_body",
@@ -113,6 +114,7 @@ def test_parser_has_the_method_that_is_called(name: str) -> None:
 def test_flow_control_waits_on_the_event_that_is_replaced() -> None:
     assert "await self._is_writable_event.wait()" in inspect.getsource(flow_control.FlowControl.drain)
     assert callable(flow_control.FlowControl.resume_reading)
+    assert "self.write_paused = True" in inspect.getsource(flow_control.FlowControl.pause_writing)
     assert flow_control.HIGH_WATER_LIMIT == 2**16
 
 
@@ -127,6 +129,14 @@ def test_answer_closes_through_the_cycles_transport_before_it_reports_its_end() 
         "if not self.keep_alive:\n                    self.transport.close()\n                self.on_response()"
         in source
     )
+
+
+def test_cycle_sets_chunked_encoding_with_the_head_and_writes_parts_as_chunks_unless_the_client_has_left() -> None:
+    """_ChunkWriter does the same."""
+    source = inspect.getsource(RequestResponseCycle.send)
+    assert source.count("self.chunked_encoding = True") == 2
+    assert r'content = [b"%x\r\n" % len(body), body, b"\r\n"]' in source
+    assert source.index("if self.flow.write_paused") < source.index("if self.disconnected:\n            return")
 
 
 def test_cycle_uses_no_other_method_of_its_transport() -> None:
