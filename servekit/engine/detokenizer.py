@@ -37,7 +37,9 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """Return the text that this token completes; "" after a stop string."""
-        text = self._decode(self._token_bytes(token_id))
+        following = self._token_bytes(token_id)
+        is_whole = following.isascii() and not self._incomplete
+        text = following.decode() if is_whole else self._decode(following)
         if not self._stop:
             return text  # for most sequences, this is all
         if self._num_unstoppable > 0:

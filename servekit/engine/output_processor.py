@@ -75,19 +75,21 @@ class OutputProcessor:
 
     def _deliver(self, output: SequenceOutput, token: SequenceToken) -> FinishReason | None:
         """Put a token and its text into the client's queue. Returns why the sequence ends, if it does."""
-        detokenizer = output.detokenizer
-        reason = token.finish_reason
+        detokenizer, token_id, reason = output.detokenizer, token.token_id, token.finish_reason
         if reason is None and output.count_token is not None and not output.count_token():
             reason = FinishReason.LENGTH
-        # The token that stops a sequence is part of its text only if the request asks for it.
-        is_in_text = reason is not FinishReason.STOP or token.sequence.sampling.include_stop
-        text = detokenizer.text_of(token.token_id, is_in_text, reason is not None)
+        if reason is None:
+            text = detokenizer.feed(token_id)
+        else:
+            # The token that stops a sequence is part of its text only if the request asks for it.
+            is_in_text = reason is not FinishReason.STOP or token.sequence.sampling.include_stop
+            text = detokenizer.text_of(token_id, is_in_text, is_last=True)
         stop_reason: str | int | None = token.sequence.stop_token_id
         if detokenizer.stop_string is not None:
             reason, stop_reason = FinishReason.STOP, detokenizer.stop_string
-        special = self._is_special(token.token_id)
+        special = self._is_special(token_id)
         output.num_tokens += 1
-        output.queue.put(TokenDelta(output.index, token.token_id, text, special, reason, stop_reason, token.logprobs))
+        output.queue.put(TokenDelta(output.index, token_id, text, special, reason, stop_reason, token.logprobs))
         return reason
 
     def expire(self, sequences: list[Sequence], now_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, ValuesView
+from collections.abc import Callable, Iterable, ValuesView
 
 from servekit.engine.request_state import RequestState, SequenceOutput
 
@@ -18,6 +18,9 @@ class RequestRegistry:
     def __init__(self) -> None:
         self._outputs: dict[int, SequenceOutput] = {}
         self._requests: dict[int, RequestState] = {}
+        # The output of an unfinished sequence by its id; None if the sequence has ended. It is asked once for each
+        # token, so it is no method in Python.
+        self.output: Callable[[int], SequenceOutput | None] = self._outputs.get
 
     @property
     def outputs(self) -> ValuesView[SequenceOutput]:
@@ -29,10 +32,6 @@ class RequestRegistry:
         sequence_id = output.sequence.sequence_id
         self._outputs[sequence_id] = output
         self._requests[sequence_id] = request
-
-    def output(self, sequence_id: int) -> SequenceOutput | None:
-        """The output of an unfinished sequence; None if the sequence has ended."""
-        return self._outputs.get(sequence_id)
 
     def unfinished_siblings(self, sequence_id: int) -> list[SequenceOutput]:
         """The unfinished sequences of the request that this unfinished sequence belongs to, itself included."""

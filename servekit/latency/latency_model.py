@@ -111,12 +111,14 @@ class LatencyModel:
         """Learn from a step that took `seconds`. Takes about 6 µs, and each sixteenth time ten times as long."""
         seconds = max(seconds, self.MIN_S)
         amounts = work.amounts()
+        fitted_s = self._expected_s(amounts)
+        mean_s = self.slowdown * fitted_s
         # The first errors are those of a model without data.
         share = max(1.0 - self.ERROR_DECAY, 1.0 / (1.0 + self.num_steps))
-        error = min(abs(seconds / (self.seconds_of(work, 0) or seconds) - 1.0), self.MAX_RATIO - 1.0)
-        self.follow(work, seconds)
+        error = min(abs(seconds / (mean_s * exp(self.drift) or seconds) - 1.0), self.MAX_RATIO - 1.0)
+        self._follow(mean_s, seconds)
         self.relative_error += share * (error - self.relative_error)
-        expected_s = self._expected_s(amounts) or seconds
+        expected_s = fitted_s or seconds
         ratio = min(seconds / expected_s, self.MAX_RATIO)
         error = abs(ratio - 1.0)
         limit = self.HUBER_RATIO * max(self._fit_error, self.MIN_SCALE)
@@ -134,8 +136,10 @@ class LatencyModel:
 
         The times of kinds of work do not change.
         """
-        seconds = max(seconds, self.MIN_S)
-        expected_s = self.seconds_of(work) or seconds
+        self._follow(self.seconds_of(work), max(seconds, self.MIN_S))
+
+    def _follow(self, mean_s: float, seconds: float) -> None:
+        expected_s = mean_s or seconds
         # One delayed step must have little effect. Many in a row make the mean error large, and with it the limit.
         limit = self.HUBER_RATIO * max(self.relative_error, self.MIN_SCALE)
         if self.num_steps > self.STEPS_PER_SOLUTION:

@@ -101,7 +101,7 @@ class LatencyPredictor(ReplayWatcher):
                     in_flight.popleft()
             self._last_done_s = now_s
         if self.learns:
-            for token in tokens:
+            for token in [token for token in tokens if token.finish_reason is not None]:
                 if token.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     is_cut = token.finish_reason is FinishReason.LENGTH
                     self.lengths.record(token.sequence.num_output_tokens, is_cut)

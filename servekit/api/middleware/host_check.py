@@ -6,7 +6,6 @@ import re
 from collections.abc import Set
 from ipaddress import ip_address
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servekit.api.auth.keys import Keyring
@@ -29,13 +28,13 @@ class HostCheck:
 
     def __init__(self, app: ASGIApp, hosts: list[str], public_routes: Set[tuple[str, str]]) -> None:
         self._app = app
-        self._hosts = frozenset({"localhost", *hosts})
+        self._hosts = frozenset({"localhost", "127.0.0.1", "::1", *hosts})
         self._suffixes = (".localhost", *(host[1:] for host in hosts if host.startswith("*.")))
         self._public_routes = public_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and (scope.get("method"), scope["path"]) not in self._public_routes:
-            for header in Headers(scope=scope).getlist("host"):
+            for header in [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]:
                 if not self._is_own(header):
                     message = (
                         f"host {header[:100]!r} is not a name of this server; to accept it, add it to --allowed-hosts"

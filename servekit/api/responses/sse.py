@@ -123,40 +123,40 @@ class EventStream(Response):
         disconnect.set_callback(self._on_disconnect)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            last = b""
             try:
                 if scope["method"] != "HEAD":  # which asks for the headers only
-                    await self._stream(send)
+                    last = await self._stream(send)
             except ServekitError as error:
-                await _send(send, self._format.framing.write_error(error_body_for(self._request, error)))
-            await _send(send, self._format.end_of_stream, more_body=False)
+                last = self._format.framing.write_error(error_body_for(self._request, error))
+            await _send(send, last + self._format.end_of_stream, more_body=False, times=self._state.request.times)
         except ClientDisconnect:
             pass  # there is no client to answer
         finally:
             disconnect.set_callback(None)
             self._state.abort()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send) -> bytes:
+        """Send all events but the last ones, which are returned: the end of the stream is sent with them."""
         state, queue, keep_alive = self._state, self._state.queue, self._keep_alive
         times = state.request.times
         write_now = None if self._writer is None else self._write_now
-        num_unfinished = state.num_answers
+        num_unfinished, written = state.num_answers, b""
         keep_alive.note(queue)
         try:
             while num_unfinished:
+                if written:
+                    await _send(send, written, times=times)
+                    keep_alive.note(queue)
                 deltas = await queue.get(write_now)
                 num_ended = sum([delta.finish_reason is not None for delta in deltas])
                 num_unfinished -= num_ended
                 if times is not None and num_ended:
                     times.answered()
                 written = self._events(deltas) if deltas else self._format.framing.keep_alive
-                if written:
-                    await _send(send, written, times=times)
-                    keep_alive.note(queue)
         finally:
             keep_alive.forget(queue)
-        last = self._format.last_events()
-        if last:
-            await _send(send, last, times=times)
+        return written + self._format.last_events()
 
     def _write_now(self, deltas: list[TokenDelta]) -> bool:
         """Write events at once. Returns False, and does nothing, if a sequence ends or the client does not read."""

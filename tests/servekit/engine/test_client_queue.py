@@ -70,6 +70,56 @@ async def test_a_failure_wakes_the_reader_and_is_raised_after_pending_deltas_eve
     assert [await taken(queue) for _ in range(2)] == [LOST, LOST]
 
 
+async def test_a_function_takes_what_is_pending_in_place_of_the_reader_until_it_takes_no_more() -> None:
+    queue, offered = ClientQueue(interval=2), list[list[int | None]]()
+
+    def take(deltas: list[TokenDelta]) -> bool:
+        offered.append([delta.token_id for delta in deltas])
+        return len(offered) < 3
+
+    reader = asyncio.create_task(queue.get(take))
+    await asyncio.sleep(0)
+    for number in range(6):
+        queue.put(token(0, number))
+        await asyncio.sleep(0)
+    assert offered == [[0], [1, 2], [3, 4]], "the first at once, then two at a time"
+    assert [delta.token_id for delta in await reader] == [3, 4, 5], "it did not take the last two"
+    queue.put(token(0, 6, ends=True))
+    assert [delta.token_id for delta in await queue.get()] == [6] and len(offered) == 3
+
+
+async def test_a_failure_of_the_function_that_takes_is_raised_by_the_reader() -> None:
+    queue = ClientQueue()
+    reader = asyncio.create_task(queue.get(lambda deltas: bool(1 / (deltas[0].index - 1))))
+    await asyncio.sleep(0)
+    queue.put(token(0))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    queue.put(token(1))
+    (outcome,) = await asyncio.gather(reader, return_exceptions=True)
+    assert isinstance(outcome, ZeroDivisionError)
+
+
+async def test_a_reader_that_was_woken_or_cancelled_is_offered_nothing_more() -> None:
+    queue, offered = ClientQueue(), list[TokenDelta]()
+
+    def take(deltas: list[TokenDelta]) -> bool:
+        offered.extend(deltas)
+        return True
+
+    for is_cancelled in (False, True):
+        reader = asyncio.create_task(queue.get(take))
+        await asyncio.sleep(0)
+        if is_cancelled:
+            reader.cancel()
+        else:
+            queue.wake()
+        await asyncio.wait([reader])
+        queue.put(token(0))
+        await asyncio.sleep(0)
+        assert not offered and await taken(queue) == [token(0)]
+
+
 async def test_a_waiting_reader_wakes_once_for_several_deltas() -> None:
     queue = ClientQueue()
     reader = asyncio.create_task(queue.get())

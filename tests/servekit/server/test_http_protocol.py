@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from servekit.api.body_writer import body_writer_of
 from servekit.api.disconnect import disconnect_of
 from servekit.config import ServeConfig
 from servekit.server import http_protocol
@@ -33,6 +34,7 @@ class Service:
         self.refusals: list[str] = []
         self.scopes: list[Scope] = []
         self.bodies: list[bytes] = []
+        self.was_ready: list[bool] = []  # of the writer of /written: before the head, each time after it, at the end
         self.has_disconnected = asyncio.Event()
         self.may_end = asyncio.Event()
         self.state = ServerState()
@@ -72,6 +74,9 @@ class Service:
             await self.may_end.wait()
             await send({"type": "http.response.body", "body": b"last"})
             return
+        if scope["path"] == "/written":
+            await self._write(scope, send)
+            return
         if scope["path"] == "/late":
             await self.may_end.wait()
         body = bytes(LARGE) if scope["path"] == "/large" else b"refused"
@@ -86,6 +91,21 @@ class Service:
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        """Write past the application's layers as long as the protocol is ready for that, at most LARGE bytes."""
+        writer = body_writer_of(scope)
+        assert writer is not None
+        self.was_ready.append(writer.is_ready)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        num_written = 0
+        while writer.is_ready and num_written < LARGE:
+            writer.write(b"written ")
+            num_written += 8
+            self.was_ready.append(True)
+        self.was_ready.append(writer.is_ready)
+        await send({"type": "http.response.body", "body": b"sent"})
+        self.was_ready.append(writer.is_ready)
 
 
 @asynccontextmanager
@@ -536,3 +556,26 @@ async def test_reset_is_a_disconnect() -> None:
         writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))  # SO_LINGER: close resets
         writer.transport.abort()
         await service.has_disconnected.wait()
+
+
+# -- parts that are written past the layers ----------------------------------------------------------------------------
+
+
+async def test_parts_that_are_written_at_once_are_chunks_until_the_client_does_not_read() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(head("/written", 0, "Connection: close"))
+        await until(lambda: len(service.was_ready) > 1 and not service.was_ready[-1])
+        lines = (await reader.read()).partition(b"\r\n\r\n")[2].split(b"\r\n")
+        num_written = service.was_ready.count(True)
+        assert 0 < num_written < LARGE // 8, "the kernel takes some"
+        assert lines == [b"8", b"written "] * num_written + [b"4", b"sent", b"0", b"", b""]
+        assert service.was_ready == [False] + [True] * num_written + [False, False]
+
+
+async def test_nothing_is_written_at_once_to_a_client_that_knows_no_chunks() -> None:
+    async with serving() as service:
+        reader, writer = await service.connect()
+        writer.write(b"GET /written HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).partition(b"\r\n\r\n")[2] == b"sent"
+        assert service.was_ready == [False] * 3

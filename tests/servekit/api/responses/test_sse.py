@@ -1,4 +1,4 @@
-"""The bytes of a token stream and its one task; SingleWaiterEvent and Disconnect, which it uses."""
+"""The bytes of a token stream, who writes them, and its one task; SingleWaiterEvent and Disconnect, which it uses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.types import Message, Scope
 
 from servekit.aio.single_waiter_event import SingleWaiterEvent
 from servekit.api.app import create_app
+from servekit.api.body_writer import offer_body_writer
 from servekit.api.disconnect import Disconnect, disconnect_of
 from servekit.api.responses.sse import SERVER_SENT_EVENTS, EventStream
 from servekit.config import ServeConfig
@@ -86,7 +87,7 @@ async def test_each_token_is_an_event_and_pending_events_are_one_write() -> None
     assert stream.sent == [b"head", b"1", b"111"]
     stream.put(1, is_last=True)
     await stream.task
-    assert stream.sent[3:] == [b"1", b"!", b"end"]
+    assert stream.sent[3:] == [b"1!end"], "what ends the stream is one write"
 
 
 async def test_interval_batches_tokens_but_not_the_first_and_not_the_last() -> None:
@@ -104,7 +105,7 @@ async def test_interval_batches_tokens_but_not_the_first_and_not_the_last() -> N
     stream.put(1, is_last=True)
     stream.put(0, is_last=True)
     await stream.task
-    assert stream.sent[3:] == [b"11", b"!", b"end"]
+    assert stream.sent[3:] == [b"11!end"]
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
@@ -117,6 +118,55 @@ async def test_disconnect_aborts_the_sequences_at_once(has_begun: bool) -> None:
     assert stream.num_aborted == 1, "even before its task has run"
     await stream.task
     assert stream.sent == ([b"head", b"1"] if has_begun else [b"head"])
+
+
+class Writer:
+    """A BodyWriter that notes what it writes in the list that `send` notes it in, with a star."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        self.is_ready = True
+        self._sent = sent
+
+    def write(self, part: bytes) -> None:
+        self._sent.append(part + b"*")
+
+
+async def test_tokens_are_written_past_the_layers_while_the_client_reads_but_not_the_end() -> None:
+    stream = Stream(num_sequences=2)
+    writer = Writer(stream.sent)
+    offer_body_writer(stream.scope, writer)
+    await moments()
+    for index in (0, 1):
+        stream.put(index)
+        stream.put(index)
+        await moments()
+    assert stream.sent == [b"head", b"11*", b"11*"]
+    writer.is_ready = False
+    stream.put(0)
+    await moments()
+    assert stream.sent[3:] == [b"1"], "`send` waits until the client reads"
+    writer.is_ready = True
+    stream.put(1)
+    await moments()
+    stream.put(0, is_last=True)
+    await moments()
+    stream.put(1)
+    await moments()
+    stream.put(1, is_last=True)
+    await stream.task
+    assert stream.sent[4:] == [b"1*", b"1", b"1*", b"1!end"]
+
+
+async def test_stream_whose_format_fails_in_the_event_loops_callback_ends_with_that_error() -> None:
+    stream = Stream()
+    offer_body_writer(stream.scope, Writer(stream.sent))
+    await moments()
+    stream.put(0)
+    await moments()
+    stream.queue.put(None)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        await stream.task
+    assert stream.sent == [b"head", b"1*"] and stream.num_aborted == 1
 
 
 async def test_silent_stream_sends_keep_alive_comments() -> None:
