@@ -105,6 +105,7 @@ class SlotTable:
         max_blocks = min(num_blocks, -(-self.row_length // block_size))
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
+        self.num_used_blocks = 0  # of the cache: all blocks that any slot has had are before this one
         self.slot_assignments: dict[int, SlotAssignment] = {}
         self.takes_likeliest: dict[int, bool] = {}  # see the function; by slot
 
@@ -148,6 +149,7 @@ class SlotTable:
         count = self.num_blocks[chunk.slot]
         self.block_tables[chunk.slot, count : count + len(chunk.new_block_ids)] = chunk.new_block_ids
         self.num_blocks[chunk.slot] += len(chunk.new_block_ids)
+        self.num_used_blocks = max(self.num_used_blocks, 1 + max(chunk.new_block_ids))
 
     def sampling_row(self, chunk: ScheduledChunk, num_behind: int = 0) -> SamplingRow:
         """Return how logits of the chunk are sampled: of its last position, or of those before `num_behind` drafts."""

@@ -48,6 +48,7 @@ from workers.device.triton_support import kernel_errors
 from workers.kv_cache.disk_tier import DiskTier
 from workers.kv_cache.kv_connector import KVConnector, OffloadingConnector, block_bytes
 from workers.kv_cache.kv_quantization import FLOAT8_PAGES
+from workers.kv_cache.memory_reserve import IDLE_S, MemoryReserve
 from workers.kv_cache.pages import KVCache, LayerShape, bytes_per_block
 from workers.kv_cache.transfer_connector import TransferConnector
 from workers.layers.cpu_language_model import CpuLanguageModel, make_cpu_language_model
@@ -228,7 +229,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None  # graphs of steps with prompts
         self._lora_graphs: DecodeGraphs | None = None  # graphs of decodes with adapters
-        self._finished_s = 0.0  # when the last step was seen to be complete
+        self._launched_s, self._finished_s = 0.0, 0.0  # when the last step was launched, and was seen to be complete
         # transformers takes a mask of four dimensions as it is. Without one it would look at the positions.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         tokenizer_file = Path(settings.model_path) / "tokenizer.json"
@@ -272,6 +273,10 @@ class ModelRunner:
         """Whether a step may be launched before the one before it is complete."""
         return self.loaded.device.type == "cuda"
 
+    def is_idle(self) -> bool:
+        """Whether no step runs, and none has for a while. Any thread may ask."""
+        return self._finished_s >= self._launched_s and time.monotonic() - self._finished_s > IDLE_S
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch a step, and wait for it. Raises OutOfMemory."""
         return self.launch(plan).finish()
@@ -285,7 +290,7 @@ class ModelRunner:
         one, and for this one's forward pass if their masks are late; drafts wait for the steps before this one; parts
         wait for each other; so do reading an adapter, and transfers to and from the disk of a KV connector.
         """
-        launched_s = time.monotonic()
+        launched_s = self._launched_s = time.monotonic()
         resolved, batch = self._prepare(plan)
         outputs = self._execute_within_memory(resolved, batch)
         transfers = self._send(plan)  # not the resolved one, which has chunks only
@@ -1023,5 +1028,7 @@ def load(settings: LoadModel, report_stage: Callable[[str], None]) -> tuple[Mode
         kv_layout=kv_layout,
         num_transfer_blocks=num_transfer_blocks,
     )
+    if loaded.device.type == "cpu":
+        MemoryReserve(runner.cache, lambda: runner.table.num_used_blocks).start(runner.is_idle)
     _log_loaded(ready, distance)
     return runner, ready

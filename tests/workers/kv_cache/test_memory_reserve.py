@@ -1,0 +1,84 @@
+"""The KV blocks that come next have memory before a step writes to them, and not more of them than the reserve."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.kv_cache import memory_reserve
+from workers.kv_cache.memory_reserve import MemoryReserve
+from workers.kv_cache.pages import KVCache, LayerShape
+
+NUM_BLOCKS, BLOCK_BYTES = 256, 2**16  # for each layer's keys, and for its values
+RESERVED_BLOCKS = 64
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> KVCache:
+    """A cache of 64 MiB, of which a quarter is reserved."""
+    layers = [LayerShape(1, 256, 256)] * 2
+    monkeypatch.setattr(memory_reserve, "RESERVED_BYTES", RESERVED_BLOCKS * 2 * len(layers) * BLOCK_BYTES)
+    monkeypatch.setattr(memory_reserve, "PIECE_BYTES", 4 * BLOCK_BYTES)
+    shape = (BLOCK_BYTES // 4,)
+    cache = KVCache(layers, lambda *_: (shape, shape), NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
+    for tensor in (*cache.keys, *cache.values):  # small pages, so that it can be said which blocks have memory
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        no_huge_pages = 15
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(tensor.nbytes - mmap.PAGESIZE), no_huge_pages)
+    return cache
+
+
+def blocks_with_memory(pages: Tensor) -> list[int]:
+    """Return the blocks whose first whole page is in memory."""
+    found = []
+    for block in range(NUM_BLOCKS):
+        address = -(-pages[block].data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        is_present = ctypes.c_ubyte()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(is_present)) == 0
+        if is_present.value & 1:
+            found.append(block)
+    return found
+
+
+def test_an_idle_worker_takes_the_memory_of_the_blocks_that_come_next(cache: KVCache) -> None:
+    num_used = 0
+    reserve = MemoryReserve(cache, lambda: num_used)
+    tensors = (*cache.keys, *cache.values)
+    assert all(RESERVED_BLOCKS - 1 not in blocks_with_memory(tensor) for tensor in tensors)
+    assert reserve.refill(lambda: True)
+    assert all(blocks_with_memory(tensor) == list(range(RESERVED_BLOCKS)) for tensor in tensors)
+    num_used = 40
+    assert reserve.refill(lambda: True)
+    assert all(blocks_with_memory(tensor) == list(range(RESERVED_BLOCKS + 40)) for tensor in tensors)
+    num_used = NUM_BLOCKS
+    assert reserve.refill(lambda: True)
+    assert len(blocks_with_memory(tensors[0])) == RESERVED_BLOCKS + 40, "the others were used, and got theirs by that"
+
+
+def test_it_stops_when_a_step_begins_and_goes_on_later(cache: KVCache) -> None:
+    answers = iter([True, True, False, *[True] * 1000])
+    reserve = MemoryReserve(cache, lambda: 0)
+    tensors = (*cache.keys, *cache.values)
+    _, *others = map(blocks_with_memory, tensors)  # the heap may give memory that was used before
+    assert reserve.refill(lambda: next(answers))
+    assert blocks_with_memory(tensors[0]) == [0, 1, 2, 3]
+    assert [blocks_with_memory(tensor) for tensor in tensors[1:]] == others, "the second answer, one piece"
+    assert reserve.refill(lambda: next(answers))
+    assert all(len(blocks_with_memory(tensor)) == RESERVED_BLOCKS for tensor in tensors)
+
+
+def test_what_is_in_the_cache_stays(cache: KVCache) -> None:
+    for tensor in (*cache.keys, *cache.values):
+        tensor[3] = 7.0
+    MemoryReserve(cache, lambda: 0).refill(lambda: True)
+    for tensor in (*cache.keys, *cache.values):
+        assert (tensor[3] == 7.0).all() and not tensor[:3].any() and not tensor[4:].any()
+
+
+def test_it_gives_up_if_the_kernel_gives_no_memory(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_reserve, "_MADV_POPULATE_WRITE", 9999)  # what older kernels say to the right number
+    assert not MemoryReserve(cache, lambda: 0).refill(lambda: True)
