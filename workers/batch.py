@@ -108,6 +108,7 @@ class SlotTable:
         self.num_used_blocks = 0  # of the cache: all blocks that any slot has had are before this one
         self.slot_assignments: dict[int, SlotAssignment] = {}
         self.takes_likeliest: dict[int, bool] = {}  # see the function; by slot
+        self._with_prompt_logprobs: set[int] = set()  # slots whose sequences want some
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: newly assigned slots, new blocks, and known token ids."""
@@ -116,14 +117,19 @@ class SlotTable:
         for chunk in plan.chunks:
             if chunk.new_block_ids:
                 self.append_blocks(chunk)
-        cached = [(assignment.slot, 0, assignment.token_ids) for assignment in plan.slot_assignments]
-        self.write(cached + [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks])
+        known = [(assignment.slot, 0, assignment.token_ids) for assignment in plan.slot_assignments]
+        known += [(chunk.slot, chunk.start, chunk.token_ids) for chunk in plan.chunks if chunk.token_ids]
+        self.write(known)
 
     def assign(self, assignment: SlotAssignment) -> None:
         """Give the slot to a new sequence, and clear all state of the former one."""
         self.slot_assignments[assignment.slot] = assignment
         self.takes_likeliest[assignment.slot] = takes_likeliest(assignment)
         self.num_blocks[assignment.slot] = 0
+        if assignment.sampling.prompt_logprobs is None:
+            self._with_prompt_logprobs.discard(assignment.slot)
+        else:
+            self._with_prompt_logprobs.add(assignment.slot)
 
     def write(self, known: list[tuple[int, int, tuple[int, ...]]]) -> None:
         """Write token ids that the host knows, each as (slot, position of the first, ids)."""
@@ -155,6 +161,12 @@ class SlotTable:
         """Return how logits of the chunk are sampled: of its last position, or of those before `num_behind` drafts."""
         assignment, position = self.slot_assignments[chunk.slot], chunk.start + chunk.num_tokens - num_behind
         return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
+
+    def has_prompt_logprobs(self, plan: StepPlan) -> bool:
+        """Whether logprobs of prompt tokens are to be computed in a step."""
+        if not self._with_prompt_logprobs:
+            return False
+        return any(self.prompt_logprobs_chunk(0, 0, chunk) is not None for chunk in plan.chunks)
 
     def prompt_logprobs_chunk(self, index: int, first: int, chunk: ScheduledChunk) -> PromptLogprobsChunk | None:
         """Return which prompt tokens the chunk's logits predict; None if no logprobs of them are wanted.

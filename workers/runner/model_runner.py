@@ -347,16 +347,17 @@ class ModelRunner:
             self.cache.copy_blocks(*to_device(list(np.array(plan.copies).T), self.loaded.device))
         if self._stage is not None and self._stage.is_first:
             self._stage.receive_tokens(self.table.token_ids)
-        if self._speculator is not None:
+        if self._speculator is None:
+            self.table.update(plan)
+        else:
             plan = self._speculator.resolve(plan)
-        self.table.update(plan)
         return plan, self._find_adapters(plan) if self._is_one_call(plan) else self._make_batch(plan)
 
     def _is_one_call(self, plan: StepPlan) -> bool:
         """Return whether C computes the step from the table's tokens to logits."""
         if self._in_c is None or self.needs_hidden_states or plan.num_tokens > self._in_c.max_tokens:
             return False
-        return all(self.table.prompt_logprobs_chunk(0, 0, chunk) is None for chunk in plan.chunks)
+        return not self.table.has_prompt_logprobs(plan)
 
     @raises_out_of_memory
     def _send(self, plan: StepPlan) -> TransferReport | None:

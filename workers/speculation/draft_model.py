@@ -229,6 +229,8 @@ class DraftModelDrafter(Drafter):
         self._demand = min(MAX_DEMAND, self._demand + 1) if self._is_asked else max(0, self._demand - 1)
         self._is_asked = False
         for chunk in plan.chunks:
+            if not chunk.new_block_ids and not chunk.token_ids:
+                continue  # as in most steps
             if self._num_computed[chunk.slot] == _UNASSIGNED:
                 self._assign(chunk)
             elif chunk.new_block_ids:

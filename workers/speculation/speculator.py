@@ -36,11 +36,14 @@ class _Progress:
     assignment: SlotAssignment
     stop_set: frozenset[int]  # the tokens that end the answer
     num_tokens: int = 0  # the newest token, which is not computed yet, is at position num_tokens - 1
-    newest: int = NO_TOKEN  # its id; NO_TOKEN while it is on its way to the host
+    newest: int = NO_TOKEN  # the id of the newest token that has come to the host
     is_verifying: bool = False  # a step in flight has drafts of it, so that num_tokens is not known
     # The row that its newest token comes from was deferred, or failed. Until the manager sends known tokens, there is
     # no token for the chunks after it, and their samples are ignored.
     is_stalled: bool = False
+    # The drafter knows the tokens before this position. Those of steps without drafts wait here until it is asked.
+    num_told: int = 0
+    untold: list[int] = field(default_factory=list)
 
     @property
     def is_constrained(self) -> bool:
@@ -61,6 +64,7 @@ class LaunchedStep:
     read: Callable[[], StepResult]  # waits for the step; one token for each sampled row
     # Of each chunk that samples; None if its tokens are to be ignored.
     progress: list[_Progress | None] = field(default_factory=list)
+    plain: list[_Progress] | None = None  # in place of `progress`, if each chunk samples one valid token
     result: StepResult | None = None  # with spans
 
 
@@ -87,6 +91,7 @@ class Speculator:
         self._group = group
         self._progress: dict[int, _Progress] = {}  # by slot
         self._in_flight: deque[LaunchedStep] = deque()  # those that are not settled, the oldest first
+        self._plain: list[_Progress] | None = None  # what `_find_plain` has found in the newest plan
         # What the drafter took for the newest plan: to make drafts, and for what it computes of prompts and answers
         # because there will be drafts after it.
         self.draft_time_s = self.draft_prompt_time_s = 0.0
@@ -96,34 +101,40 @@ class Speculator:
     def resolve(self, plan: StepPlan) -> StepPlan:
         """Read the plan's news, and return the plan with the true beginning and the drafts of each chunk.
 
-        The resolved plan has no slot assignments, new blocks and known tokens: the token table and the block tables
-        have them. A plan that tells nothing and has no drafts is its own resolved plan, which is most of them while no
-        drafts pay.
+        Afterwards the token table and the block tables have all that is new, drafts included. A plan that tells no
+        tokens and has no drafts is its own resolved plan, which is most of them while no drafts pay.
         """
-        if not plan.slot_assignments and all(map(self._is_plain, plan.chunks)):
-            self.drafter.begin(plan)
-            self.draft_time_s = self.draft_prompt_time_s = 0.0
-            return plan
         self._table.update(plan)
         for assignment in plan.slot_assignments:
             stop_set = assignment.sampling.stop_set(self._eos_token_ids)
             self._progress[assignment.slot] = _Progress(assignment, stop_set)
         self.drafter.begin(plan)
         self.draft_time_s = self.draft_prompt_time_s = 0.0
+        self._plain = self._find_plain(plan)
+        if self._plain is not None:
+            return plan
         if self._must_wait(plan):
             self._settle_all()
         self._learn(plan)
         drafts = self._propose(plan) if plan.has_drafts else {}
         chunks = [self._resolved(chunk, drafts.get(chunk.slot, ())) for chunk in plan.chunks]
+        self._table.write([(chunk.slot, chunk.start, chunk.token_ids) for chunk in chunks])
         return StepPlan(plan.epoch, plan.step_id, (), tuple(chunks))
 
-    def _is_plain(self, chunk: ScheduledChunk) -> bool:
-        """Whether the chunk has no known tokens, new blocks or drafts, and begins where the manager expects it."""
-        if chunk.token_ids or chunk.new_block_ids or chunk.num_drafts:
-            return False
-        progress = self._progress[chunk.slot]
-        is_known = not (progress.is_verifying or progress.is_stalled)
-        return is_known and chunk.start == progress.num_tokens - 1
+    def _find_plain(self, plan: StepPlan) -> list[_Progress] | None:
+        """Return what is known of each chunk's sequence, if all chunks only compute the newest token.
+
+        Each of them begins where the manager expects it. None for any other plan.
+        """
+        found = []
+        for chunk in plan.chunks:
+            progress = self._progress[chunk.slot]
+            if chunk.token_ids or chunk.num_drafts or not chunk.samples or chunk.start != progress.num_tokens - 1:
+                return None
+            if progress.is_verifying or progress.is_stalled:
+                return None
+            found.append(progress)
+        return found
 
     def _must_wait(self, plan: StepPlan) -> bool:
         """Return whether the plan needs something that steps in flight have not brought to the host yet."""
@@ -139,14 +150,27 @@ class Speculator:
         """Take over the tokens that the manager knows. It sends them only if none of the sequence is in flight."""
         for assignment in plan.slot_assignments:
             if assignment.token_ids:
-                self.drafter.commit(assignment.slot, 0, assignment.token_ids)
+                self._tell(assignment.slot, 0, assignment.token_ids)
         for chunk in plan.chunks:
             if chunk.token_ids:
                 progress, num_known = self._progress[chunk.slot], chunk.num_tokens - chunk.num_drafts
                 progress.num_tokens = chunk.start + num_known
                 progress.newest = chunk.token_ids[num_known - 1]
                 progress.is_verifying = progress.is_stalled = False
-                self.drafter.commit(chunk.slot, chunk.start, chunk.token_ids)
+                self._tell(chunk.slot, chunk.start, chunk.token_ids)
+
+    def _tell(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
+        """Tell the drafter tokens of a sequence, after those that it has not been told yet."""
+        self._tell_untold(slot)
+        self.drafter.commit(slot, start, token_ids)
+        self._progress[slot].num_told = start + len(token_ids)
+
+    def _tell_untold(self, slot: int) -> None:
+        progress = self._progress[slot]
+        if progress.untold:
+            self.drafter.commit(slot, progress.num_told, tuple(progress.untold))
+            progress.num_told += len(progress.untold)
+            progress.untold.clear()
 
     def _may_have_drafts(self, progress: _Progress) -> bool:
         """Whether drafts can be verified. Only one of several ranks knows which masks of a grammar are late."""
@@ -173,6 +197,7 @@ class Speculator:
                 if token_ids := self._grammars.forced_tokens(assignment, num_outputs, num_wanted):
                     forced[chunk.slot] = self._usable(token_ids, progress)
                     continue
+            self._tell_untold(chunk.slot)
             requests.append(DraftRequest(chunk.slot, progress.num_tokens, num_wanted))
         return forced | self._drafted(requests)
 
@@ -231,21 +256,32 @@ class Speculator:
 
         `read` waits for the step, and returns one token for each sampled row.
         """
-        step = LaunchedStep(plan, read)
+        plain, self._plain = self._plain, None
+        if plain is not None and not invalid_rows:
+            for progress in plain:
+                progress.num_tokens += 1
+            step = LaunchedStep(plan, read, plain=plain)
+        else:
+            step = LaunchedStep(plan, read, self._advance(plan, invalid_rows))
+        self._in_flight.append(step)
+        return step
+
+    def _advance(self, plan: StepPlan, invalid_rows: Collection[int]) -> list[_Progress | None]:
+        """Note how far each sequence is after a step. Returns what is known of each chunk that samples."""
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        found: list[_Progress | None] = []
         row = 0
         for chunk, drafts in zip(sampling, drafts_of(plan), strict=True):
             progress = self._progress[chunk.slot]
-            step.progress.append(None if progress.is_stalled else progress)
+            found.append(None if progress.is_stalled else progress)
             if drafts:
                 progress.is_verifying = True
             elif row in invalid_rows:
                 progress.is_stalled = True
             elif not progress.is_stalled:
-                progress.num_tokens, progress.newest = chunk.start + chunk.num_tokens + 1, NO_TOKEN
+                progress.num_tokens = chunk.start + chunk.num_tokens + 1
             row += 1 + len(drafts)
-        self._in_flight.append(step)
-        return step
+        return found
 
     def settle(self, step: LaunchedStep) -> StepResult:
         """Wait for a step, and return its result with spans. Takes over its tokens, and those of all steps before it.
@@ -262,7 +298,14 @@ class Speculator:
 
     def _settle_oldest(self) -> None:
         step = self._in_flight.popleft()
-        step.result = result = accept_drafts(step.plan, step.read())
+        rows = step.read()
+        if step.plain is not None:
+            step.result = rows
+            for each, token_id in zip(step.plain, rows.token_ids, strict=True):
+                each.newest = token_id
+                each.untold.append(token_id)
+            return
+        step.result = result = accept_drafts(step.plan, rows)
         invalid = {*result.deferred, *(span for span, _ in result.failures)}
         sampling = [chunk for chunk in step.plan.chunks if chunk.samples]
         counts = result.counts or (1,) * len(sampling)
@@ -282,11 +325,12 @@ class Speculator:
         if not is_valid:
             progress.is_stalled = True
             return
+        progress.newest = token_ids[-1]
         if chunk.num_drafts:
             progress.num_tokens = start + len(token_ids)
-        if progress.num_tokens == start + len(token_ids):  # no later step has sampled another token
-            progress.newest = token_ids[-1]
-        self.drafter.commit(chunk.slot, start, token_ids)
+            self._tell(chunk.slot, start, token_ids)
+        else:
+            progress.untold += token_ids
 
 
 def _broadcast(group: RankGroup, drafts: list[tuple[int, ...]], max_drafts: int) -> list[tuple[int, ...]]:

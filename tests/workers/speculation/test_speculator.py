@@ -94,7 +94,9 @@ def test_chunk_without_known_tokens_begins_at_the_newest_one_whatever_its_bound(
     # The manager counts both drafts as accepted, so its bound is 6. One was, so the newest token is at 5.
     plan, _ = harness.step(decode(6), drawn=(40,))
     assert plan.chunks == (ScheduledChunk(1, 5, 1, (), (), True),)
-    assert harness.drafter.committed == [(1, 0, PROMPT), (1, 3, (20,)), (1, 4, (30, 9)), (1, 6, (40,))]
+    assert harness.drafter.committed == [(1, 0, PROMPT), (1, 3, (20,)), (1, 4, (30, 9))]
+    harness.step(decode(6, 1), drawn=(50, 51))
+    assert harness.drafter.committed[3:] == [(1, 6, (40,)), (1, 7, (50,))]
 
 
 def test_drafts_are_written_to_the_token_table_and_each_row_has_its_position() -> None:
@@ -210,7 +212,7 @@ def test_behind_a_deferred_token_nothing_is_drafted_or_learned_until_the_manager
     assert harness.drafter.requests == []
     plan, result = harness.step(decode(3, 1, known=(20,)), drawn=(30, 9))
     assert (plan.chunks[0].token_ids, result.token_ids) == ((20, 30), (30, 9))
-    assert (1, 4, (77,)) not in harness.drafter.committed and (1, 5, (78,)) not in harness.drafter.committed
+    assert harness.drafter.committed == [(1, 0, PROMPT), (1, 3, (20,)), (1, 3, (20,)), (1, 4, (30, 9))]
 
 
 def test_token_that_is_deferred_behind_accepted_drafts_is_met_again_at_the_first_position() -> None:
@@ -256,7 +258,7 @@ def test_tokens_in_flight_of_a_former_sequence_are_not_taken_for_those_of_the_ne
     harness.speculator.settle(step)
     plan, _ = harness.step(decode(3, 1), drawn=(8, 8))
     assert plan.chunks[0].token_ids == (21, 30)
-    assert (1, 4, (9,)) not in harness.drafter.committed
+    assert harness.drafter.committed[1:] == [(1, 0, PROMPT), (1, 3, (21,)), (1, 4, (8,))]
 
 
 def test_steps_ahead_without_drafts_are_resolved_before_their_tokens_are_read() -> None:
@@ -266,8 +268,9 @@ def test_steps_ahead_without_drafts_are_resolved_before_their_tokens_are_read() 
     assert [step.plan.chunks[0].start for step in steps] == [3, 4, 5]
     assert all(step.result is None for step in steps)
     assert harness.speculator.settle(steps[2]).token_ids == (42,)  # reads those before it, too
-    assert harness.drafter.committed[-3:] == [(1, 4, (40,)), (1, 5, (41,)), (1, 6, (42,))]
     assert harness.speculator.settle(steps[0]).token_ids == (40,)
+    harness.step(decode(6, 1), drawn=(50, 51))  # only now the drafter is asked
+    assert harness.drafter.committed == [(1, 0, PROMPT), (1, 3, (20, 40, 41, 42)), (1, 7, (50,))]
 
 
 def test_plan_with_drafts_waits_for_the_steps_before_it() -> None:
@@ -305,3 +308,12 @@ def test_drafts_that_are_the_same_on_all_ranks_are_not_sent() -> None:
     harness.begin()
     plan, _ = harness.step(decode(3, 3), drawn=(9, 9, 9))
     assert plan.chunks[0].token_ids == (20, 50, 51)
+
+
+def test_plan_that_only_tells_new_blocks_is_executed_as_it_is_and_its_blocks_are_appended_once() -> None:
+    harness = Harness(30)
+    harness.begin()
+    chunk = ScheduledChunk(1, 3, 1, (), (7,), True)
+    plan, result = harness.step(chunk, drawn=(40,))
+    assert plan.chunks == (chunk,) and result.token_ids == (40,)
+    assert harness.table.num_blocks[1] == 3 and harness.table.block_tables[1, :3].tolist() == [0, 1, 7]
