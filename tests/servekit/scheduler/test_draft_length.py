@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import product
 from math import inf
 from typing import Any
@@ -63,7 +64,7 @@ def observe(
     step = Step(step_id, 0.0, 0, num_decodes=num_decodes, num_prefill_tokens=num_prefill_tokens)
     step.num_drafts = {index: number for index, number in enumerate(planned) if number}
     for index in range(num_decodes):
-        sequence = make_sequence(index)
+        sequence = _decoding(index)
         step.sampled.append((sequence, sequence.incarnation - (index < num_ended)))
     made = planned if made is None else made
     counts = [1] * num_decodes
@@ -83,6 +84,12 @@ def observe(
         draft_prompt_time_s=draft_prompt_time_s,
     )
     lengths.observe(step, step_time_s, position_s, mean_answer_tokens)
+
+
+@cache
+def _decoding(index: int) -> Sequence:
+    """A sequence of a step. Steps share it, because nothing but its incarnation is read, and making one takes time."""
+    return make_sequence(index)
 
 
 def make_drafting(lengths: DraftLengths, acceptances: list[float], max_drafts: int | None = None) -> list[Sequence]:
