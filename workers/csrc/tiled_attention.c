@@ -2,8 +2,8 @@
 
    The layout of pages (paged_attention.c) is the one that tiles are loaded from. 32 dimensions of the keys of 16 tokens
    are 16 rows of 64 bytes, and so are 16 dimensions of the values of 32 tokens, if the two tiles of these tokens follow
-   each other in memory. Where they do not, values are copied, once for all rows of a query group. A product of 16
-   tokens would need no copy, but it takes nearly as long as one of 32; and so tiles are shaped once for all products.
+   each other in memory. Where they do not, values are copied, once for all rows of a query group. Products of 16 tokens
+   would need no copy, but tiles of another shape, and twice as many instructions.
 
    ROWS rows are multiplied together, by two tiles of keys or of values: each tile that is loaded is used twice, and no
    sum waits for the one before it. Sums of values stay in memory, where the softmax rescales them. */
