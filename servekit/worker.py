@@ -106,6 +106,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="where workers on other machines fetch KV blocks (default: this machine's address on its way to the "
         "server, and any free port)",
     )
+    parser.add_argument(
+        "--transfer-backend",
+        default="tcp",
+        choices=["tcp", "nixl"],
+        help="what carries them: tcp; nixl (RDMA, where there is any), if both sides have it (default: tcp)",
+    )
     parser.add_argument("--transfer-tls-cert", metavar="FILE", help="certificate for these transfers; needs the key")
     parser.add_argument("--transfer-tls-key", metavar="FILE", help="its private key")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates that the server's is signed by; turns TLS on")
@@ -211,6 +217,7 @@ def join(arguments: argparse.Namespace) -> int:
             transfer_address.host,
             transfer_address.port,
             server_tls(certificate, private_key, "--transfer-tls-cert", "--transfer-tls-key"),
+            uses_nixl=arguments.transfer_backend == "nixl",
         ),
         process_arguments=("--log-level", arguments.log_level, "--log-format", arguments.log_format),
         node_of_ranks=ranks,

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from servekit.errors import ConfigError
 from servekit.joining.address import TcpAddress
 from servekit.joining.block_sender import BlockSender
+from servekit.joining.nixl_transfer import NixlFailed, NixlReaders, NixlSource, has_nixl
 from servekit.joining.rank_receivers import RankReceivers
 from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_settings import TransferSettings
@@ -46,6 +47,8 @@ class BlockExchange:
         self._tls = tls
         self._on_fetched = on_fetched
         self._num_ranks = 1 if load.local_rank is not None else load.num_ranks  # on this machine, of this agent
+        self._source: NixlSource | None = None
+        self._readers: NixlReaders | None = None
         self._sender: BlockSender | None = None
         self._receiver: RankReceivers | None = None
         self._warn = TransferLog().warning
@@ -57,6 +60,8 @@ class BlockExchange:
                 f"{load.kv_transfer_bytes:,} bytes for handed-over KV blocks (--kv-transfer-memory-bytes of the "
                 f"server) cannot be reserved: {error.strerror}"
             ) from None
+        if settings.uses_nixl:  # while the worker loads the model
+            self._start_nixl()
 
     def apply(self, load: LoadModel) -> LoadModel:
         """Return the message that loads the model in a worker with this memory."""
@@ -83,7 +88,7 @@ class BlockExchange:
         settings = self._settings
         try:
             address = settings.host, settings.port
-            self._sender = BlockSender(rings[OUTBOX], self._key, address, settings.server_tls)
+            self._sender = BlockSender(rings[OUTBOX], self._key, address, settings.server_tls, self._source)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen for transfers of KV blocks at {settings.host} port {settings.port}: "
@@ -94,9 +99,23 @@ class BlockExchange:
                 f"no thread can be started that listens for transfers of KV blocks: {error}; raise the limit of "
                 "processes for this user or container"
             ) from None
-        self._receiver = RankReceivers(rings[INBOX], self._key, self._tls, self._on_fetched)
+        self._receiver = RankReceivers(rings[INBOX], self._key, self._tls, self._on_fetched, self._readers)
         address_of_others = str(TcpAddress(settings.host, self._sender.port))
         return address_of_others if settings.server_tls is None else address_of_others.replace("tcp:", "tls:", 1)
+
+    def _start_nixl(self) -> None:
+        why = "it is not installed (pip install 'servekit[nixl]')"
+        if has_nixl():
+            try:
+                self._readers = NixlReaders()
+                self._source = NixlSource(self.fds[: self._num_ranks])
+                return
+            except NixlFailed as error:
+                why = str(error)
+                if self._readers is not None:
+                    self._readers.close()
+                    self._readers = None
+        self._warn(f"KV blocks go over TCP, because NIXL (--transfer-backend nixl) cannot be used: {why}")
 
     def fetch(self, request: FetchBlocks) -> None:
         """Begin to fetch blocks. Does not wait."""
@@ -112,6 +131,9 @@ class BlockExchange:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+        for nixl in (self._source, self._readers):
+            if nixl is not None:
+                nixl.close()
         fds, self.fds = self.fds, ()
         for fd in fds:
             os.close(fd)

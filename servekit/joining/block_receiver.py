@@ -13,21 +13,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from servekit import __version__
 from servekit.errors import ServekitError
 from servekit.joining.address import TcpAddress, parse_address
+from servekit.joining.nixl_transfer import NixlFailed, NixlReader, NixlReaders
 from servekit.joining.socket_stream import limit_silence
 from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_socket import TransferSocket
-from servekit.protocol.block_ring import BlockRing
+from servekit.protocol.block_ring import BlockRing, block_sums
 from servekit.protocol.handshake import NONCE_BYTES, Offer, WorkerHandshake
 from servekit.protocol.kv_transfer import (
     BlockLayout,
     BlocksFound,
+    BlocksInMemory,
+    BlocksRead,
     RequestBlocks,
     bytes_of_block,
     max_frame_bytes,
@@ -46,6 +51,7 @@ STALL_TIMEOUT_S = 3.0  # for one batch of blocks
 FETCH_TIMEOUT_S = 10.0
 NETWORK_ERRORS = (OSError, EOFError, ValueError, msgspec.DecodeError)
 IDLE_TIMEOUT_S = 300.0  # after which the connection to a peer that is not asked is closed
+NIXL_PAUSE_S = 300.0  # over TCP, after NIXL failed with a peer
 
 _Queue = queue.Queue[tuple[FetchBlocks, float] | None]  # requests, and when each must be answered; None: the end
 
@@ -60,20 +66,26 @@ class BlockReceiver:
         tls: ssl.SSLContext | None,
         on_fetched: Callable[[BlocksFetched], None],
         lock: threading.Lock | None = None,
+        readers: NixlReaders | None = None,
     ) -> None:
         """`rings` has one for each rank, for the blocks that come. `on_fetched` is called in a thread.
 
-        `lock` is for receivers that share a ring.
+        `lock` is for receivers that share a ring. With `readers`, blocks are read from peers that use NIXL, too.
         """
         self._rings = list(rings)
         self._layouts = tuple(BlockLayout(ring.layout, ring.block_bytes) for ring in rings)
         self._key = key
         self._tls = tls
         self._on_fetched = on_fetched
+        self._nixl = readers
+        self._num_at_once = min(num_keys_at_once(self._layouts), *(ring.max_append for ring in self._rings))
         self._warn = TransferLog().warning
         self._lock = lock or threading.Lock()  # of the rings, and of all that follows
         self._queues: dict[str, _Queue] = {}  # by the address of the peer
         self._connections: dict[str, TransferSocket] = {}
+        self._readers: dict[str, NixlReader] = {}
+        self._carried_by: dict[str, str] = {}  # what the log has said
+        self._tcp_until_s: dict[str, float] = {}  # where NIXL has failed
         self._is_closed = False
 
     def fetch(self, request: FetchBlocks) -> None:
@@ -137,7 +149,8 @@ class BlockReceiver:
             if request is None and not waiting.empty() and not self._is_closed:  # it has come just now
                 request = waiting.get_nowait()
             if request is None or self._is_closed:
-                self._queues.pop(address, None)
+                for of_peers in (self._queues, self._carried_by, self._tcp_until_s):
+                    of_peers.pop(address, None)
                 return None
         return request
 
@@ -162,11 +175,29 @@ class BlockReceiver:
     def _fetch_or_connect_again(self, address: str, wanted: Sequence[Key], fetched: list[Key], ends_s: float) -> None:
         """Fetch blocks, over another connection if the present one has ended: its peer may have started again.
 
-        One that says nothing is not asked again. Raises what `_fetch` raises.
+        One that says nothing is not asked again. After NIXL has failed, TCP is tried. Raises what `_fetch` raises.
         """
         is_reused = address in self._connections
         try:
             self._fetch(address, wanted, fetched, ends_s)
+        except NixlFailed as error:
+            self._disconnect(address)
+            fetched.clear()
+            self._tcp_until_s[address], self._carried_by[address] = time.monotonic() + NIXL_PAUSE_S, "TCP"
+            try:
+                self._fetch(address, wanted, fetched, ends_s)
+            except BaseException:
+                del (
+                    self._tcp_until_s[address],
+                    self._carried_by[address],
+                )  # its peer was lost, and NIXL may be all right
+                raise
+            log.warning(
+                "KV blocks come from %s over TCP for the next %g s, because NIXL failed: %s",
+                address,
+                NIXL_PAUSE_S,
+                error,
+            )
         except (OSError, EOFError) as error:
             if not is_reused or isinstance(error, TimeoutError) or self._is_closed:
                 raise
@@ -179,7 +210,7 @@ class BlockReceiver:
 
         Raises OSError, EOFError, ValueError or ServekitError when the connection cannot be used any more.
         """
-        num_at_once = min(num_keys_at_once(self._layouts), *(ring.max_append for ring in self._rings))
+        num_at_once = self._num_at_once
         batches = deque(wanted[first : first + num_at_once] for first in range(0, len(wanted), num_at_once))
         asked: deque[tuple[Sequence[Key], list[Key]]] = deque()  # (keys of a batch, those of them that are to come)
         is_whole = True
@@ -188,7 +219,7 @@ class BlockReceiver:
                 keys = batches.popleft()
                 asked.append((keys, self._ask(address, keys, ends_s)))
             keys, missing = asked.popleft()
-            came = self._receive(self._connections[address], missing, ends_s) if missing else ()
+            came = self._receive(address, missing, ends_s) if missing else ()
             if is_whole:  # otherwise this batch was asked for before another one came without a block
                 here = {*keys} - {*missing} | {*came}
                 num_here = [*map(here.__contains__, keys), False].index(False)
@@ -209,37 +240,84 @@ class BlockReceiver:
             missing = [key for key in keys if not all(key in ring for ring in self._rings)]
         if missing:
             connection = self._connections.get(address) or self._connect(address)
-            request = msgspec.msgpack.encode(RequestBlocks(self._layouts, tuple(missing)))
+            by_nixl = self._nixl is not None and time.monotonic() >= self._tcp_until_s.get(address, -inf)
+            request = msgspec.msgpack.encode(RequestBlocks(self._layouts, tuple(missing), by_nixl))
             connection.send(request, ends_s=min(ends_s, time.monotonic() + STALL_TIMEOUT_S))
         return missing
 
-    def _receive(self, connection: TransferSocket, keys: Sequence[Key], ends_s: float) -> tuple[Key, ...]:
+    def _receive(self, address: str, keys: Sequence[Key], ends_s: float) -> tuple[Key, ...]:
         """Keep the blocks that come of those that were asked for, and return their keys."""
-        ends_s = min(ends_s, time.monotonic() + STALL_TIMEOUT_S)
-        found = msgspec.msgpack.decode(connection.receive(ends_s), type=BlocksFound)
+        connection = self._connections[address]
+        batch_ends_s = min(ends_s, time.monotonic() + STALL_TIMEOUT_S)
+        found = msgspec.msgpack.decode(connection.receive(batch_ends_s), type=BlocksFound)
         if found.refusal:
             raise ValueError(found.refusal)
         if not {*found.keys} <= {*keys} or len({*found.keys}) < len(found.keys):
             raise ValueError("it offered KV blocks that this worker had not asked for, or the same ones twice")
-        if found.keys:
-            self._keep(found.keys, connection.receive(ends_s))
+        if not found.keys:
+            return ()
+        self._log_what_carries(address, "TCP" if found.in_memory is None else "NIXL")
+        if found.in_memory is not None:
+            return self._read(address, found.keys, found.in_memory, ends_s)
+        self._keep(found.keys, self._divide(found.keys, connection.receive(batch_ends_s)))
         return found.keys
 
-    def _keep(self, keys: Sequence[Key], data: bytes) -> None:
-        """Let the worker read blocks. Raises ValueError if they are not as many bytes."""
+    def _log_what_carries(self, address: str, what: str) -> None:
+        if self._nixl is None or self._carried_by.get(address) == what:
+            return
+        self._carried_by[address] = what
+        why = (
+            "" if what == "NIXL" else ", because its worker was not started with --transfer-backend nixl, or lacks NIXL"
+        )
+        log.info("KV blocks come from %s over %s%s", address, what, why)
+
+    def _read(self, address: str, keys: tuple[Key, ...], where: BlocksInMemory, ends_s: float) -> tuple[Key, ...]:
+        """Read blocks from the peer's memory. Returns the keys of those that were not overwritten meanwhile.
+
+        Raises NixlFailed, OSError or ValueError.
+        """
+        if self._nixl is None or not len(where.addresses) == len(where.sums) == len(keys) * len(self._rings):
+            raise ValueError("it did not say where each of the KV blocks is, or was not asked")
+        connection = self._connections[address]
+        row_bytes = [ring.rows.shape[1] for ring in self._rings]
+        reader = self._readers.get(address)
+        if reader is None or reader.metadata != where.metadata:
+            if reader is not None:
+                self._readers.pop(address).close()
+            reader = self._readers[address] = self._nixl.take()
+            reader.connect(where.metadata, self._num_at_once * sum(row_bytes), connection.check)
+        sizes = np.repeat(np.array(row_bytes, np.uint64), len(keys))
+        ends_s = min(ends_s, time.monotonic() + STALL_TIMEOUT_S)
+        content = reader.read(np.array(where.addresses, np.uint64), sizes, ends_s, connection.check)
+        connection.send(msgspec.msgpack.encode(BlocksRead()), ends_s=ends_s)
+        ends = np.cumsum([len(keys) * size for size in row_bytes])
+        parts = [part.reshape(len(keys), -1) for part in np.split(content, ends[:-1])]
+        expected = np.array(where.sums, np.uint64).reshape(len(self._rings), len(keys))
+        is_right = np.logical_and.reduce([block_sums(part) for part in parts] == expected)
+        came = tuple(key for key, is_kept in zip(keys, is_right.tolist(), strict=True) if is_kept)
+        self._keep(came, [part[is_right] for part in parts])
+        return came
+
+    def _divide(self, keys: Sequence[Key], data: bytes) -> list[NDArray[np.uint8]]:
+        """Return the parts of blocks, for each rank. Raises ValueError if they are not as many bytes."""
         if len(data) != len(keys) * bytes_of_block(self._layouts):
             num_expected = len(keys) * bytes_of_block(self._layouts)
             raise ValueError(
                 f"it sent {len(data):,} bytes for {len(keys)} KV blocks, which have {num_expected:,} bytes"
             )
-        content, first = np.frombuffer(data, np.uint8), 0
+        ends = np.cumsum([len(keys) * ring.block_bytes for ring in self._rings])
+        parts = np.split(np.frombuffer(data, np.uint8), ends[:-1])
+        return [part.reshape(len(keys), -1) for part in parts]
+
+    def _keep(self, keys: Sequence[Key], parts: Sequence[NDArray[np.uint8]]) -> None:
+        """Let the worker read blocks, of which each rank has a part."""
+        if not keys:
+            return
         with self._lock:
-            for ring in self._rings:
-                part = content[first : first + len(keys) * ring.block_bytes].reshape(len(keys), ring.block_bytes)
-                ring.rows[ring.next_rows(len(keys)), : ring.block_bytes] = part
+            for ring, part in zip(self._rings, parts, strict=True):
+                ring.rows[ring.next_rows(len(keys)), : part.shape[1]] = part
                 ring.append(list(keys))
                 ring.refresh()
-                first += part.size
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -277,5 +355,8 @@ class BlockReceiver:
     def _disconnect(self, address: str) -> None:
         with self._lock:
             connection = self._connections.pop(address, None)
+            reader = self._readers.pop(address, None)
+        if reader is not None:
+            reader.close()
         if connection is not None:
             connection.close()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from servekit.joining.nixl_transfer import NixlFailed, NixlSource
 from servekit.joining.socket_stream import limit_silence
 from servekit.joining.transfer_log import TransferLog
 from servekit.joining.transfer_socket import TransferSocket
@@ -22,6 +23,8 @@ from servekit.protocol.kv_transfer import (
     MAX_REQUEST_BYTES,
     BlockLayout,
     BlocksFound,
+    BlocksInMemory,
+    BlocksRead,
     RequestBlocks,
     num_keys_at_once,
 )
@@ -31,6 +34,7 @@ MAX_CONNECTIONS = 64  # each has a thread
 ACCEPT_INTERVAL_S = 0.02
 HANDSHAKE_TIMEOUT_S = 10.0  # TLS included
 SEND_TIMEOUT_S = 10.0  # of one answer: a peer that does not read is disconnected
+READ_TIMEOUT_S = 10.0  # of one answer whose blocks a peer reads with NIXL: then it is disconnected
 IDLE_TIMEOUT_S = 600.0  # without a request; the peer connects again when it needs a block
 BACKLOG = 16
 
@@ -39,12 +43,22 @@ class BlockSender:
     """Listens for agents that need blocks. Each connection has a thread, so a slow peer delays itself only."""
 
     def __init__(
-        self, rings: Sequence[BlockRing], key: bytes, address: tuple[str, int], tls: ssl.SSLContext | None
+        self,
+        rings: Sequence[BlockRing],
+        key: bytes,
+        address: tuple[str, int],
+        tls: ssl.SSLContext | None,
+        nixl: NixlSource | None = None,
     ) -> None:
-        """`rings` has one for each rank. Raises OSError if the address cannot be used, or RuntimeError."""
+        """`rings` has one for each rank; `nixl` is for peers that read them. The caller closes it after this.
+
+        Raises OSError if the address cannot be used, or RuntimeError.
+        """
         self._rings = {BlockLayout(ring.layout, ring.block_bytes): ring for ring in rings}
+        self._number_of = {ring: number for number, ring in enumerate(rings)}
         self._key = key
         self._tls = tls
+        self._nixl = nixl
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=BACKLOG)
         self._lock = threading.Lock()  # of all that follows
@@ -165,29 +179,43 @@ class BlockSender:
 
     def _serve(self, connection: TransferSocket) -> None:
         """Answer requests until the connection ends. Raises OSError, EOFError or ValueError."""
-        while True:
-            payload = connection.receive(time.monotonic() + IDLE_TIMEOUT_S)
-            request = msgspec.msgpack.decode(payload, type=RequestBlocks)
-            ends_s = time.monotonic() + SEND_TIMEOUT_S
-            # A peer may have some of the ranks only, if these are on several machines.
-            rings = [self._rings[layout] for layout in request.layouts if layout in self._rings]
-            if len(rings) < len(request.layouts):
-                refusal = "it stores keys and values in another way: both need the same model, data types and devices"
-                connection.send(msgspec.msgpack.encode(BlocksFound(refusal=refusal)), ends_s=ends_s)
-                continue
-            if len(request.keys) > num_keys_at_once(request.layouts):
-                raise ValueError(f"it asked for {len(request.keys)} blocks at once, which are too many for one frame")
-            keys, parts = self._find(request.keys, rings)
-            connection.send(msgspec.msgpack.encode(BlocksFound(keys)), ends_s=ends_s)
-            if keys:
-                connection.send(*parts, ends_s=ends_s)
+        num_reads = 0  # answers whose blocks the peer reads with NIXL
+        try:
+            while True:
+                payload = connection.receive(time.monotonic() + (READ_TIMEOUT_S if num_reads else IDLE_TIMEOUT_S))
+                request = msgspec.msgpack.decode(payload, type=RequestBlocks | BlocksRead)
+                if isinstance(request, RequestBlocks):
+                    num_reads += self._answer(connection, request)
+                elif num_reads:
+                    num_reads -= 1
+                    self._end_reads(1)
+        finally:
+            self._end_reads(num_reads)
+
+    def _answer(self, connection: TransferSocket, request: RequestBlocks) -> bool:
+        """Answer a request. Returns whether the peer reads the blocks itself. Raises OSError or ValueError."""
+        ends_s = time.monotonic() + SEND_TIMEOUT_S
+        # A peer may have some of the ranks only, if these are on several machines.
+        rings = [self._rings[layout] for layout in request.layouts if layout in self._rings]
+        if len(rings) < len(request.layouts):
+            refusal = "it stores keys and values in another way: both need the same model, data types and devices"
+            connection.send(msgspec.msgpack.encode(BlocksFound(refusal=refusal)), ends_s=ends_s)
+            return False
+        if len(request.keys) > num_keys_at_once(request.layouts):
+            raise ValueError(f"it asked for {len(request.keys)} blocks at once, which are too many for one frame")
+        if request.by_nixl and (located := self._locate(request.keys, rings)) is not None:
+            connection.send(msgspec.msgpack.encode(located), ends_s=ends_s)
+            return located.in_memory is not None
+        keys, parts = self._find(request.keys, rings)
+        connection.send(msgspec.msgpack.encode(BlocksFound(keys)), ends_s=ends_s)
+        if keys:
+            connection.send(*parts, ends_s=ends_s)
+        return False
 
     def _find(self, wanted: Sequence[Key], rings: Sequence[BlockRing]) -> tuple[tuple[Key, ...], list[memoryview]]:
         """Return those of the keys that all of the ranks have, and the parts of their blocks, rank by rank."""
         with self._lock:
-            for ring in rings:
-                ring.refresh()
-            keys = [key for key in wanted if all(key in ring for ring in rings)]
+            keys = _present(wanted, rings)
             if not keys:
                 return (), []
             found = [ring.read(keys) for ring in rings]
@@ -197,3 +225,44 @@ class BlockSender:
             sent = blocks if is_found.all() else blocks[is_found]  # of megabytes, each copy takes milliseconds
             parts.append(np.ascontiguousarray(sent[:, : ring.block_bytes]).data.cast("B"))
         return tuple(key for key, is_sent in zip(keys, is_found.tolist(), strict=True) if is_sent), parts
+
+    def _locate(self, wanted: Sequence[Key], rings: Sequence[BlockRing]) -> BlocksFound | None:
+        """Return those of the keys that all of the ranks have, and where the parts of their blocks are.
+
+        The peer may read them then, until `_end_reads`. None if it cannot.
+        """
+        if self._nixl is None:
+            return None
+        try:
+            metadata, first_rows = self._nixl.metadata()
+        except NixlFailed as error:
+            self._warn(f"KV blocks are sent over TCP, because NIXL cannot be used: {error}", "nixl")
+            return None
+        with self._lock:
+            keys = _present(wanted, rings)
+            if not keys:
+                return BlocksFound()
+            located = [ring.locate(keys) for ring in rings]
+        is_found = np.logical_and.reduce([is_there for *_, is_there in located])
+        addresses: list[int] = []
+        sums: list[int] = []
+        for ring, (offsets, sums_of_rank, _) in zip(rings, located, strict=True):
+            addresses += (offsets[is_found] + np.uint64(first_rows[self._number_of[ring]])).tolist()
+            sums += sums_of_rank[is_found].tolist()
+        found = tuple(key for key, is_sent in zip(keys, is_found.tolist(), strict=True) if is_sent)
+        if not found:
+            return BlocksFound()
+        self._nixl.begin()
+        return BlocksFound(found, in_memory=BlocksInMemory(metadata, tuple(addresses), tuple(sums)))
+
+    def _end_reads(self, number: int) -> None:
+        for _ in range(number):
+            if self._nixl is not None:
+                self._nixl.end()
+
+
+def _present(wanted: Sequence[Key], rings: Sequence[BlockRing]) -> list[Key]:
+    """Return those of the keys that all of the rings have now."""
+    for ring in rings:
+        ring.refresh()
+    return [key for key in wanted if all(key in ring for ring in rings)]

@@ -10,6 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from servekit.joining.block_receiver import BlockReceiver
+from servekit.joining.nixl_transfer import NixlReaders
 from servekit.joining.transfer_log import TransferLog
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.messages import BlocksFetched, FetchBlocks
@@ -28,14 +29,15 @@ class RankReceivers:
         key: bytes,
         tls: ssl.SSLContext | None,
         on_fetched: Callable[[BlocksFetched], None],
+        readers: NixlReaders | None = None,
     ) -> None:
         """`rings` has one for each rank, for the blocks that come. `on_fetched` is called in a thread."""
         self._on_fetched = on_fetched
         self._warn = TransferLog().warning
         lock = threading.Lock()  # of the rings: a worker may fetch from prefill workers of both kinds
-        self._of_all = BlockReceiver(rings, key, tls, on_fetched, lock)
+        self._of_all = BlockReceiver(rings, key, tls, on_fetched, lock, readers)
         self._of_each = [
-            BlockReceiver([ring], key, tls, partial(self._on_rank_fetched, rank), lock)
+            BlockReceiver([ring], key, tls, partial(self._on_rank_fetched, rank), lock, readers)
             for rank, ring in enumerate(rings if len(rings) > 1 else ())
         ]
         self._lock = threading.Lock()  # of all that follows

@@ -12,11 +12,12 @@ from servekit.joining.address import TcpAddress, parse_address
 
 
 class TransferSettings(Struct, frozen=True):
-    """The address of this machine that other agents connect to, and its TLS."""
+    """The address of this machine that other agents connect to, its TLS, and what carries blocks."""
 
     host: str = ""  # "": the address of this machine on its way to the server
     port: int = 0  # 0: any free one
     server_tls: ssl.SSLContext | None = None  # for those that fetch from here; to fetch, TLS is as for the server
+    uses_nixl: bool = False  # with agents that use it, too; with others, and if it fails, TCP
 
 
 def parse_transfer_address(text: str | None) -> TcpAddress:

@@ -65,6 +65,11 @@ class TransferSocket:
             self._received = self._frames.decode(self._read(READ_BYTES, ends_s))
         return self._received.pop(0)
 
+    def check(self) -> None:
+        """Raise ConnectionAbortedError if the connection was ended here."""
+        if self._is_ended:
+            raise ConnectionAbortedError("the connection was ended here")
+
     def interrupt(self) -> None:
         """End the connection from another thread: the one that uses it gets an EOFError or OSError, and must close it.
 
@@ -102,8 +107,7 @@ class TransferSocket:
     def _limit(self, ends_s: float) -> None:
         """Let the next call on the socket end in time. Raises TimeoutError or OSError."""
         left_s = ends_s - time.monotonic()
-        if self._is_ended:
-            raise ConnectionAbortedError("the connection was ended here")
+        self.check()
         if left_s <= 0:
             raise TimeoutError("timed out")
         self._socket.settimeout(left_s)

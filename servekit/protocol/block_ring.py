@@ -148,7 +148,7 @@ class BlockRing:
         """Let others read the blocks in the rows of `next_rows`."""
         rows = self.next_rows(len(keys))
         self._keys[rows] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-        self._sums[rows] = _sums(self.rows[rows])
+        self._sums[rows] = block_sums(self.rows[rows])
         self._count[0] = self._num_seen + len(keys)
 
     def read(self, keys: list[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
@@ -156,9 +156,22 @@ class BlockRing:
         rows = [self._number_of[key] % self.num_blocks for key in keys]
         blocks = self.rows[rows]
         expected = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-        return blocks, (_sums(blocks) == self._sums[rows]) & (self._keys[rows] == expected).all(axis=1)
+        return blocks, (block_sums(blocks) == self._sums[rows]) & (self._keys[rows] == expected).all(axis=1)
+
+    def locate(self, keys: list[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.bool_]]:
+        """Return at which byte of `rows` each block is, the sum that a copy must have, and whether the block is there.
+
+        For those who copy the memory themselves, and call `block_sums` then.
+        """
+        rows = np.array([self._number_of[key] % self.num_blocks for key in keys], np.uint64)
+        offsets = rows * np.uint64(self.rows.shape[1])
+        sums = self._sums[rows]
+        expected = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+        # Compared after the sums were read: who appends writes the key first, so these are not of the next block.
+        return offsets, sums, (self._keys[rows] == expected).all(axis=1)
 
 
-def _sums(blocks: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def block_sums(blocks: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return the sum of each block, of which `blocks` has whole rows."""
     sums: NDArray[np.uint64] = blocks.view(np.uint64).sum(axis=1, dtype=np.uint64)
     return sums

@@ -9,6 +9,12 @@ of one handshake is of no use in the other. Then each frame is sealed.
                                            ◀──    BlocksFound(keys)
                                            ◀──    their bytes: all parts of the first rank, then of the next one
 
+If both have NIXL, the bytes come another way: the one that needs them reads the other one's memory.
+
+      RequestBlocks(.., by_nixl)           ──▶
+                                           ◀──    BlocksFound(keys, where they are)
+      BlocksRead                           ──▶
+
 Each rank of a worker has a part of each block. A block is found only if all its parts are.
 """
 
@@ -25,6 +31,7 @@ from servekit.protocol.messages import Key
 BATCH_BYTES = 4 * 2**20  # of the blocks in one frame; a larger block has a frame of its own
 MAX_BATCH_KEYS = 1024
 MAX_REQUEST_BYTES = 2**16  # of a RequestBlocks
+MAX_METADATA_BYTES = 2**20  # of NIXL: 0.5 KB and some bytes for each rank
 MAX_BLOCK_BYTES = 2**28  # of one rank's part: more than any model's
 
 
@@ -40,6 +47,18 @@ class RequestBlocks(Struct, frozen=True, tag="request_blocks"):
 
     layouts: Annotated[tuple[BlockLayout, ...], Meta(min_length=1, max_length=1024)]
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_BATCH_KEYS)]
+    by_nixl: bool = False  # it can read them with NIXL
+
+
+class BlocksInMemory(Struct, frozen=True):
+    """Where blocks can be read with NIXL: all parts of the first rank, then of the next one.
+
+    A block may be overwritten before it is read, so the reader compares sums.
+    """
+
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]  # how to reach the memory, and its keys
+    addresses: tuple[Annotated[int, Meta(ge=0)], ...]
+    sums: tuple[Annotated[int, Meta(ge=0)], ...]
 
 
 class BlocksFound(Struct, frozen=True, tag="blocks_found"):
@@ -47,6 +66,11 @@ class BlocksFound(Struct, frozen=True, tag="blocks_found"):
 
     keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_BATCH_KEYS)] = ()
     refusal: Annotated[str, Meta(max_length=500)] = ""  # why no block of the other side can be used here
+    in_memory: BlocksInMemory | None = None  # if they do not come in the next frame
+
+
+class BlocksRead(Struct, frozen=True, tag="blocks_read"):
+    """Say that the blocks of one answer have been read, so that the other side has no part in it any more."""
 
 
 def transfer_key(key: bytes, group: bytes) -> bytes:

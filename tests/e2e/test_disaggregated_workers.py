@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.joining.nixl_transfer import has_nixl
 from servekit.protocol.sampling_params import SamplingParams
 from servekit.simulation.worker import NaiveReference
 from tests.e2e.test_disaggregated_prefill import (
@@ -139,13 +140,24 @@ def assert_answers(service: Service, turn: int) -> None:
             assert answer["generated_text"] == bytes(NaiveReference().output(prompt.encode(), params)).decode()
 
 
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "tcp",
+        pytest.param(
+            "nixl",
+            marks=pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed: pip install 'servekit[nixl]'"),
+        ),
+    ],
+)
 def test_answers_are_those_of_one_replica_and_killed_workers_lose_nothing(
+    backend: str,
     flags: tuple[str, ...],
     expected: list[Answers],
     tmp_path: Path,
 ) -> None:
     flags, requests, expected = without_adapter(flags, expected)  # workers that join have none
-    with serving_apart(tmp_path, *flags) as service:
+    with serving_apart(tmp_path, *flags, of_workers=("--transfer-backend", backend)) as service:
         server = service.server
         assert_same(all_choices(server, requests), expected, requests)
         assert server.metric("servekit_kv_transfer_loaded_blocks_total") > 20
@@ -171,6 +183,11 @@ def test_answers_are_those_of_one_replica_and_killed_workers_lose_nothing(
         assert_same(all_choices(server, requests), expected, requests)
         assert service.info("num_handed_over") > num_before, "the next workers hand over, too"
         assert server.metric("servekit_accounting_faults_total") == 0
+        of_decode = (tmp_path / "decode.log").read_text()
+        assert ("over NIXL" in of_decode) == (backend == "nixl") and "over TCP" not in of_decode
+        for agent in service.agents.values():
+            agent.terminate()
+            assert agent.wait(timeout=60) == 0, "libraries in its process end, too"
 
 
 @again_if_late

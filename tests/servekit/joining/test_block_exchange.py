@@ -166,8 +166,9 @@ def proxy(port: int, change: Change) -> Iterator[int]:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = listener.accept()
+                sockets.append(client)
                 server = socket.create_connection(("127.0.0.1", port))
-                sockets.extend((client, server))
+                sockets.append(server)
                 threading.Thread(target=forward, args=(client, server, lambda data, _: data), daemon=True).start()
                 threading.Thread(target=forward, args=(server, client, change), daemon=True).start()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from servekit.errors import ConfigError
-from servekit.protocol.block_ring import BlockRing
+from servekit.protocol.block_ring import BlockRing, block_sums
 
 BLOCK_BYTES, LAYOUT = 100, b"a layout, 16 byt"
 KEYS = [bytes([number]) * 16 for number in range(1, 100)]
@@ -52,6 +52,23 @@ def test_the_oldest_blocks_are_overwritten_and_known_to_be_lost_before_that(fd: 
         blocks, is_right = reader.read(reader.list_keys())
         assert is_right.all() and [block[0] for block in blocks] == list(range(number + 1))[-len(blocks) :]
     assert dropped == KEYS[: len(dropped)] and len(dropped) + len(reader) == 90
+
+
+def test_who_copies_the_memory_itself_learns_where_blocks_are_and_whether_a_copy_is_right(fd: int) -> None:
+    writer, reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), BlockRing(fd, BLOCK_BYTES, LAYOUT)
+    append(writer, 1, 2, 3)
+    reader.refresh()
+    offsets, sums, is_there = reader.locate([KEYS[3], KEYS[1]])
+    assert is_there.all()
+    num_bytes = reader.rows.shape[1]
+    memory = reader.rows.reshape(-1)
+    copies = np.stack([memory[int(offset) : int(offset) + num_bytes] for offset in offsets])
+    assert (copies[0] == 3).all() and (copies[1] == 1).all() and (block_sums(copies) == sums).all()
+    writer.rows[2, 5] = 4  # of KEYS[3]
+    assert (block_sums(reader.rows[[2, 0]]) == sums).tolist() == [False, True]
+    for number in range(4, 57):
+        append(writer, number)
+    assert reader.locate([KEYS[1], KEYS[3]])[2].tolist() == [False, True], "the first one was overwritten"
 
 
 def test_a_block_that_is_appended_once_more_is_not_lost(fd: int) -> None:
