@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.child_process import ignore_signals
 
-# One for each CUDA version, and either will do for memory of the host. `nixl`, which chooses one, would import torch.
+# One for each CUDA version. `nixl`, which chooses one, would import torch.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 READY, FAILED = b"+", b"-"  # the first byte of each answer
 BEGIN, END = b"begin", b"end"  # of a read from a source
@@ -109,15 +109,24 @@ def be_reader(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
 
 def make_nixl() -> Any:
     """Make a NIXL agent without threads, so that it does nothing, and answers no peer, unless it is called."""
-    try:
-        from nixl_cu13 import _api as nixl
-    except ModuleNotFoundError:
-        from nixl_cu12 import _api as nixl
+    nixl = import_nixl()
     settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     agent = nixl.nixl_agent(f"servekit-{secrets.token_hex(8)}", settings)
     if "UCX" not in agent.backends:
         raise RuntimeError("it has no UCX")
     return agent
+
+
+def import_nixl() -> Any:
+    """Import the package that is installed; one for either CUDA version will do for memory of the host."""
+    try:
+        from nixl_cu13 import _api as for_cuda_13
+
+        return for_cuda_13
+    except ModuleNotFoundError:
+        from nixl_cu12 import _api as for_cuda_12
+
+        return for_cuda_12
 
 
 def region(memory: NDArray[np.uint8]) -> tuple[int, int, int, str]:
