@@ -23,7 +23,7 @@ log = logging.getLogger("servekit")
 MAX_STEPS = 1000  # simulated steps; a first token that is farther away is not predicted
 PREDICTIONS_PER_END = 4  # one in this many predictions includes the last token, which takes many times as long
 MAX_SLICE_S = 1e-3
-PAUSES_PER_SLICE = 25.0  # a pause is so many times as long as the slice before it: 4 % of the event loop's time
+PAUSES_PER_SLICE = 100.0  # a pause is so many times as long as the slice before it: 1 % of the event loop's time
 NOTHING = object()  # means that there is no request to predict
 
 

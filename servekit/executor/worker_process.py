@@ -15,12 +15,15 @@ from types import MappingProxyType
 from servekit.executor.byte_stream import OnBytes, OnEnd
 from servekit.protocol.child_process import DUMP_SIGNAL
 from servekit.protocol.frames import Bytes
-from servekit.protocol.framing import PIPE_BYTES, PipeWriter, make_pipe
+from servekit.protocol.framing import PipeWriter, make_pipe
 
 log = logging.getLogger("servekit")
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 
+# At once from the result pipe. `os.read` allocates as much as it may read, whatever is there: a megabyte takes 15 µs,
+# because the kernel maps it, and this takes half a microsecond.
+READ_BYTES = 2**16
 # Writing the stacks of a hung worker takes milliseconds. After this time it is killed without them.
 DUMP_TIMEOUT_S = 0.3
 # How long the end of a worker that has closed its pipe may take. The kernel closes the files of a killed process before
@@ -178,7 +181,7 @@ class WorkerProcess:
     def _on_readable(self) -> bool:
         """Deliver what has arrived. Returns False if there was nothing."""
         try:
-            data = os.read(self._results.fileno(), PIPE_BYTES)
+            data = os.read(self._results.fileno(), READ_BYTES)
         except BlockingIOError:
             return False
         except OSError as error:

@@ -101,10 +101,11 @@ class LatencyPredictor(ReplayWatcher):
                     in_flight.popleft()
             self._last_done_s = now_s
         if self.learns:
-            for token in [token for token in tokens if token.finish_reason is not None]:
-                if token.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    is_cut = token.finish_reason is FinishReason.LENGTH
-                    self.lengths.record(token.sequence.num_output_tokens, is_cut)
+            # Almost none has ended, and comparing None with each reason takes long.
+            reasons = {FinishReason.STOP, FinishReason.LENGTH}
+            for token in [each for each in tokens if each.finish_reason is not None and each.finish_reason in reasons]:
+                is_cut = token.finish_reason is FinishReason.LENGTH
+                self.lengths.record(token.sequence.num_output_tokens, is_cut)
 
     def measured(self, prediction: LatencyPrediction, first_token_s: float) -> None:
         """Learn when the first token of a sequence came that was predicted."""
