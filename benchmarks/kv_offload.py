@@ -8,7 +8,8 @@ when the others have reused its blocks. There are four servers, which get the sa
 - hit: its KV cache has room for all conversations;
 - memory: it offloads blocks to the host's memory;
 - disk: it offloads blocks to files, with memory for one conversation. Files that were just written are in the kernel's
-  page cache, as they are on a machine with enough memory; a disk that is really read takes longer;
+  page cache, as they are on a machine with enough memory; a disk that is really read takes longer.
+  The server starts again when there are files, so that its memory is empty;
 - recompute: it offloads nothing.
 
 The model has 88 million random weights, and computes in float32. `--write` writes the table into docs/kv_offloading.md.
@@ -103,14 +104,20 @@ def main() -> None:
         folder = Path(name)
         make_model(folder / "random")
         write_tokenizer(folder / "random", int(SHAPE["vocab_size"]))  # type: ignore[call-overload]
-        servers = {}
-        for side in SIDES:
+        first_disk = stack.enter_context(ExitStack())
+
+        def start(side: str, ends_with: ExitStack, log: str) -> ServerProcess:
             own = flags(side, arguments.conversations, arguments.tokens, folder)
-            base = ("--model", str(folder / "random"), "--served-model-name", "random", "--log-level", "warning")
-            servers[side] = stack.enter_context(serving(*base, *own, log=folder / f"{side}.log"))
-        num_requests = (2 + arguments.rounds) * len(conversations) * len(SIDES)
+            base = ("--model", str(folder / "random"), "--served-model-name", "random", "--dtype", "float32")
+            return ends_with.enter_context(serving(*base, "--log-level", "warning", *own, log=folder / log))
+
+        servers = {side: start(side, first_disk if side == "disk" else stack, f"{side}.log") for side in SIDES}
+        num_requests = (3 + arguments.rounds) * len(conversations) * len(SIDES)
         with Progress("requests", num_requests) as progress:
-            for number in range(-2, arguments.rounds):  # two rounds fill the cache and what is behind it
+            for number in range(-3, arguments.rounds):  # two rounds fill the cache and what is behind it
+                if number == -1:
+                    first_disk.close()
+                    servers["disk"] = start("disk", stack, "disk-2.log")
                 for conversation in conversations:
                     prompt = conversation + tokens(NUM_NEW_TOKENS)
                     for side in SIDES[number % 4 :] + SIDES[: number % 4]:

@@ -6,6 +6,9 @@ again. The checksum detects damage, but not changes on purpose: a user who may w
 So the folder is private. The checksum is XXH3 of 64 bits: CRC-32 took longer than copying the file from the page
 cache.
 
+What the kernel's page cache has of a file is read in the step's thread, directly to where it is needed. The rest is
+read by several threads.
+
 Files are written by a thread, without waiting for the disk: a file that a power failure cuts off does not pass the
 check. If the disk is slower than what is stored, blocks are left out.
 """
@@ -22,7 +25,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
@@ -61,6 +64,7 @@ class DiskTier:
         `identity` names everything that blocks depend on. Each worker of a model that uses the folder has `max_bytes`.
         """
         self._model = blake2b(identity.encode(), digest_size=16).digest()
+        self._block_bytes = bytes_per_block
         self._file_bytes = _HEADER.size + bytes_per_block
         self._num_blocks = max_bytes // self._file_bytes
         self._max_waiting = max(1, MAX_UNWRITTEN_BYTES // self._file_bytes)
@@ -142,6 +146,30 @@ class DiskTier:
             if key not in self._prefetched and key in self:
                 self._prefetched[key] = now_s, self._prefetchers.submit(self._read_ahead, key)
 
+    def read_cached(self, keys: list[bytes], places: Iterable[list[memoryview]]) -> list[bool]:
+        """Read blocks whose files are in the kernel's page cache. Returns which were read.
+
+        A block is read in parts, one behind the other in its file; `places` has the memory of each block's parts. A
+        block that is damaged, or only in part in the page cache, leaves zeros there: what is wrong may not be finite.
+        `read` tells the reason, and may still find a block that this does not. The calling thread does it alone: to
+        copy from the page cache takes less time than to wait for others.
+        """
+        with self._lock:
+            are_files = [key in self._keys for key in keys]
+        were_read = [False] * len(keys)
+        for index, (key, parts) in enumerate(zip(keys, places, strict=True)):
+            if not are_files[index] or key in self._prefetched:
+                continue
+            try:
+                were_read[index] = self._read_file(key, parts, os.RWF_NOWAIT)
+            except OSError:  # mostly because nothing of it is in the page cache; then nothing was read
+                continue
+            if not were_read[index]:
+                for part in parts:
+                    part[:] = bytes(part.nbytes)
+        self._note_use(keys, were_read)
+        return were_read
+
     def read(
         self,
         keys: list[bytes],
@@ -190,11 +218,14 @@ class DiskTier:
         for helper in helpers:
             helper.result()
         use_ready()
+        self._note_use(keys, were_read)
+        return were_read
+
+    def _note_use(self, keys: list[bytes], were_read: list[bool]) -> None:
         with self._lock:
             for key, was_read in zip(keys, were_read, strict=True):
                 if was_read and key in self._keys:
                     self._keys.move_to_end(key)
-        return were_read
 
     def _fill(
         self, memory: list[Bytes], key: bytes, row: int, ahead: Future[Bytes | None] | None, *, may_replace: bool
@@ -213,7 +244,7 @@ class DiskTier:
         try:
             block = self._spare.pop()
         except IndexError:
-            block = np.empty(self._file_bytes - _HEADER.size, dtype=np.uint8)
+            block = np.empty(self._block_bytes, dtype=np.uint8)
         if self._read(key, block):
             return block
         self._spare.append(block)
@@ -264,8 +295,26 @@ class DiskTier:
     def _path(self, key: bytes) -> Path:
         return self._folder / f"{key.hex()}{_SUFFIX}"
 
-    def _header(self, key: bytes, block: bytes | memoryview) -> bytes:
-        return _HEADER.pack(_MAGIC, FORMAT, self._model, key, len(block), xxhash.xxh3_64_intdigest(block))
+    def _header(self, key: bytes, parts: Iterable[bytes | memoryview]) -> bytes:
+        checksum = xxhash.xxh3_64()
+        for part in parts:
+            checksum.update(part)
+        return _HEADER.pack(_MAGIC, FORMAT, self._model, key, self._block_bytes, checksum.intdigest())
+
+    def _read_file(self, key: bytes, parts: list[memoryview], flags: int = 0) -> bool:
+        """Read a block's file, one part behind the other. Returns whether it is undamaged. Raises OSError."""
+        header = bytearray(_HEADER.size)
+        # Not `_path`: to make a Path takes as long as to open the file.
+        fd = os.open(f"{self._folder}/{key.hex()}{_SUFFIX}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # A byte more, to notice a longer file.
+            num_bytes = os.preadv(fd, [header, *parts, bytearray(1)], 0, flags)
+            if num_bytes != self._file_bytes or header != self._header(key, parts):
+                return False
+            os.utime(fd)  # for the order in which the next worker finds them
+        finally:
+            os.close(fd)
+        return True
 
     def _read(self, key: bytes, row: Bytes) -> bool:
         """Read a block into memory. Returns whether it was there and undamaged."""
@@ -276,20 +325,14 @@ class DiskTier:
         if unwritten is not None:
             np.copyto(row, np.frombuffer(unwritten, dtype=np.uint8))
             return True
-        path, header = self._path(key), bytearray(_HEADER.size)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                num_bytes = os.preadv(fd, [header, row.data, bytearray(1)], 0)  # a byte more, to notice a longer file
-                os.utime(fd)  # for the order in which the next worker finds them
-            finally:
-                os.close(fd)
-            what = None
+            if self._read_file(key, [row.data]):
+                return True
+            what = "it is damaged"
         except OSError as error:
-            num_bytes, what = 0, str(error)
-        if num_bytes == self._file_bytes and header == self._header(key, row.data):
-            return True
-        log.warning("the KV block in %s cannot be used, and is computed again: %s", path, what or "it is damaged")
+            what = str(error)
+        path = self._path(key)
+        log.warning("the KV block in %s cannot be used, and is computed again: %s", path, what)
         with contextlib.suppress(OSError):
             path.unlink()
         with self._lock:  # behind the deletion: from now on the block may be written again, while others are read
@@ -307,7 +350,7 @@ class DiskTier:
             unfinished = path.with_suffix(_UNFINISHED)
             try:
                 with open(unfinished, "wb", buffering=0, opener=_private) as file:
-                    if os.writev(file.fileno(), [self._header(key, block), block]) < self._file_bytes:
+                    if os.writev(file.fileno(), [self._header(key, [block]), block]) < self._file_bytes:
                         raise OSError("the disk is full")
                 unfinished.replace(path)
                 error = None

@@ -68,8 +68,11 @@ class OffloadingConnector:
     """Keeps blocks in a buffer of the host's memory; with a disk tier, there as well.
 
     A row of the buffer has a block's keys and values of all layers, as they lie in the pages. Each block is written to
-    the disk as soon as it is stored, so a block that is dropped from memory is still on the disk. Blocks that are read
-    from the disk go to memory first.
+    the disk as soon as it is stored, so a block that is dropped from memory is still on the disk.
+
+    Blocks that are read from the disk go to memory first. Beside a CPU, those that are in the kernel's page cache do
+    not: they are read to the pages at once. The page cache is in the host's memory, too. So these blocks are not copied
+    to memory when they leave the pages either.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, disk: DiskTier | None = None) -> None:
@@ -82,6 +85,7 @@ class OffloadingConnector:
         self._free_rows = list(range(num_blocks))
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_writing = disk is not None
+        self._read_to_pages: dict[int, bytes] = {}  # by block, the keys that were not read to memory
         self._block_bytes = block_bytes(cache)
         self._buffer = _make_buffer(num_blocks, self._block_bytes, self._device)
         self._memory = list(self._buffer.numpy())  # of each row
@@ -96,13 +100,15 @@ class OffloadingConnector:
         for key, _ in plan.loads:  # so that the stores do not drop them
             self._touch(key)
         dropped = self._dropped
-        stores = self._without_short_lived([each for each in plan.stores if not self._touch(each[1])], plan.loads)
+        stores = [each for each in plan.stores if not self._touch(each[1]) and not self._is_in_page_cache(*each)]
+        stores = self._without_short_lived(stores, plan.loads)
         num_stored = self._store(stores, dropped)
         num_from_disk, failed = self._load(plan.loads, dropped) if plan.loads else (0, [])
         disk = self._disk
         if disk is not None:
             if plan.prefetches:
-                disk.prefetch([key for key in plan.prefetches if key not in self._rows])
+                loaded = {key for key, _ in plan.loads}  # a sequence may be admitted in the step that it comes in
+                disk.prefetch([key for key in plan.prefetches if key not in self._rows and key not in loaded])
             dropped += disk.take_dropped()
         reported, self._dropped = dropped[:MAX_DROPPED], dropped[MAX_DROPPED:]
         return TransferReport(
@@ -137,10 +143,14 @@ class OffloadingConnector:
         self._rows.move_to_end(key)
         return True
 
+    def _is_in_page_cache(self, block: int, key: bytes) -> bool:
+        """Whether a block that leaves the pages was read from the page cache, and still has its file."""
+        return self._read_to_pages.pop(block, None) == key and self._disk is not None and key in self._disk
+
     def _without_short_lived(
         self, stores: list[tuple[int, bytes]], loads: tuple[tuple[bytes, int], ...]
     ) -> list[tuple[int, bytes]]:
-        """Leave out blocks on the disk that the loads of the same plan would drop from memory again."""
+        """Leave out blocks on the disk that the loads of the same plan may drop from memory again."""
         disk = self._disk
         if disk is None:
             return stores
@@ -175,6 +185,8 @@ class OffloadingConnector:
             self._fill_pages(in_memory[first : first + BATCH_BLOCKS])
         if self._disk is None:
             return 0, elsewhere
+        num_from_disk = len(elsewhere)
+        elsewhere = self._read_from_page_cache(self._disk, loads, elsewhere)
         failed: list[int] = []
         batch_blocks = min(BATCH_BLOCKS, self._num_blocks)  # not more at once than the memory has room for
         for first in range(0, len(elsewhere), batch_blocks):
@@ -193,7 +205,20 @@ class OffloadingConnector:
             )
             self._keep([key if was_read else None for key, was_read in zip(keys, were_read, strict=True)], rows)
             failed += [index for index, was_read in zip(batch, were_read, strict=True) if not was_read]
-        return len(elsewhere) - len(failed), failed
+        return num_from_disk - len(failed), failed
+
+    def _read_from_page_cache(
+        self, disk: DiskTier, loads: tuple[tuple[bytes, int], ...], indices: list[int]
+    ) -> list[int]:
+        """Read these loads straight to the pages, if these are the host's. Returns the indices of those that remain."""
+        if not isinstance(self._copies, _HostCopies):  # a file cannot be read to a GPU's pages
+            return indices
+        keys, blocks = [loads[index][0] for index in indices], [loads[index][1] for index in indices]
+        were_read = disk.read_cached(keys, map(self._copies.parts_of, blocks))
+        self._read_to_pages.update(
+            (block, key) for block, key, was_read in zip(blocks, keys, were_read, strict=True) if was_read
+        )
+        return [index for index, was_read in zip(indices, were_read, strict=True) if not was_read]
 
     def _claim_rows(self, num_rows: int, dropped: list[bytes]) -> list[int]:
         """Return free rows, if necessary in the place of the keys that were used least recently.
@@ -235,26 +260,36 @@ class _HostCopies:
         self._num_blocks = len(pages[0])
         # For each layer's keys or values: their address, and the bytes of a block.
         self._parts = [(each.data_ptr(), math.prod(each.shape[1:]) * each.itemsize) for each in pages]
+        self._bytes = [each.view(len(each), -1).view(torch.uint8).numpy() for each in pages]
+
+    def parts_of(self, block: int) -> list[memoryview]:
+        """Return the memory of a block in the pages, for each layer's keys or values."""
+        self._check([block])
+        return [each[block].data for each in self._bytes]
 
     def store(self, blocks: list[int], rows: list[int]) -> None:
         """Copy blocks of the pages to rows of the buffer."""
-        for block, row in self._check(blocks, rows):
+        self._check(blocks)
+        for block, row in zip(blocks, map(self._address, rows), strict=True):
             for pages, num_bytes in self._parts:
                 _move(row, pages + block * num_bytes, num_bytes)
                 row += num_bytes
 
     def load(self, rows: list[int], blocks: list[int]) -> None:
         """Copy rows of the buffer to blocks of the pages."""
-        for block, row in self._check(blocks, rows):
+        self._check(blocks)
+        for block, row in zip(blocks, map(self._address, rows), strict=True):
             for pages, num_bytes in self._parts:
                 _move(pages + block * num_bytes, row, num_bytes)
                 row += num_bytes
 
-    def _check(self, blocks: list[int], rows: list[int]) -> list[tuple[int, int]]:
-        """Return each block with the address of its row. Raises IndexError for blocks that the pages do not have."""
+    def _check(self, blocks: list[int]) -> None:
+        """Raise IndexError for blocks that the pages do not have."""
         if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             raise IndexError(f"there are {self._num_blocks} blocks, and the plan names {blocks}")
-        return [(block, self._memory[row].ctypes.data) for block, row in zip(blocks, rows, strict=True)]
+
+    def _address(self, row: int) -> int:
+        return self._memory[row].ctypes.data
 
     def wait(self) -> None:
         """Return once the host may read and write the buffer: here at once."""

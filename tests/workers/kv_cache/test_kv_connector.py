@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,15 +59,43 @@ def plan(stores: tuple[tuple[int, int], ...] = (), loads: tuple[tuple[int, int],
     )
 
 
-def with_files(folder: Path, num_rows: int, num_files: int) -> tuple[KVCache, DiskTier, OffloadingConnector]:
+def with_files(
+    folder: Path, num_rows: int, num_files: int, dtype: torch.dtype = torch.float32
+) -> tuple[KVCache, DiskTier, OffloadingConnector]:
     """Return a cache whose first `num_files` blocks were stored in turn, the tier of their files, and the connector."""
-    cache = make_cache()
+    cache = make_cache(dtype)
     disk = DiskTier(folder, "model", 10**6, block_bytes(cache))
     connector = OffloadingConnector(cache, num_rows, disk)
     for number in range(num_files):
         connector.transfer(plan(stores=((number, number),)))
     until_written(disk, *KEYS[:num_files])
     return cache, disk, connector
+
+
+@pytest.fixture
+def with_page_cache(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Return a function that tells how many bytes of a file the kernel has in its page cache; None stands for all.
+
+    Not every file system can be asked.
+    """
+    read = os.preadv
+
+    def let_it_have(num_bytes: int | None) -> None:
+        def preadv(fd: int, parts: list[memoryview], offset: int, flags: int = 0) -> int:
+            if num_bytes is None or not flags & os.RWF_NOWAIT:
+                return read(fd, parts, offset)
+            if not num_bytes:
+                raise BlockingIOError
+            found = os.pread(fd, num_bytes, offset)
+            for part in map(memoryview, parts):
+                some, found = found[: part.nbytes], found[part.nbytes :]
+                part.cast("B")[: len(some)] = some
+            return num_bytes
+
+        monkeypatch.setattr(os, "preadv", preadv)
+
+    let_it_have(None)
+    return let_it_have
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -136,7 +165,10 @@ def test_a_store_that_fails_for_want_of_memory_keeps_no_key(monkeypatch: pytest.
     assert connector.transfer(plan(loads=((1, 6),))).failed_loads == (0,)
 
 
-def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
+def test_a_block_that_left_memory_is_read_from_the_disk(
+    tmp_path: Path, with_page_cache: Callable[[int | None], None]
+) -> None:
+    with_page_cache(0)
     cache = make_cache()
     disk = DiskTier(tmp_path, "model", 10**6, block_bytes(cache))
     connector = OffloadingConnector(cache, 1, disk)
@@ -157,7 +189,10 @@ def test_a_block_that_left_memory_is_read_from_the_disk(tmp_path: Path) -> None:
     assert report.failed_loads == (0,) and report.num_loaded_from_memory == 1
 
 
-def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free(tmp_path: Path) -> None:
+def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free(
+    tmp_path: Path, with_page_cache: Callable[[int | None], None]
+) -> None:
+    with_page_cache(0)
     cache, _, connector = with_files(tmp_path, num_rows=3, num_files=6)
     before = [contents(cache, block) for block in range(8)]
     for number in (0, 2):
@@ -172,7 +207,83 @@ def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free
     assert [are_equal(contents(cache, block), before[key]) for key, block in ((3, 0), (4, 2), (1, 5))] == [True] * 3
 
 
-def test_a_block_on_the_disk_is_not_copied_to_memory_that_the_same_step_needs_for_its_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.usefixtures("with_page_cache")
+def test_a_block_whose_file_is_in_the_page_cache_is_read_to_the_pages_at_once(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    cache, disk, connector = with_files(tmp_path, num_rows=2, num_files=4, dtype=dtype)
+    before = [contents(cache, block) for block in range(8)]
+    report = connector.transfer(plan(loads=((0, 5), (3, 6), (1, 7))))
+    assert (report.num_loaded_from_disk, report.num_loaded_from_memory, report.num_in_memory) == (2, 1, 2)
+    assert not report.failed_loads and not report.dropped_keys
+    assert [are_equal(contents(cache, block), before[key]) for key, block in ((0, 5), (3, 6), (1, 7))] == [True] * 3
+    assert all(are_equal(contents(cache, block), before[block]) for block in range(5)), "no other one is written"
+    assert list(connector._rows) == [KEYS[2], KEYS[3]], "memory has what it had; the one that was used there comes last"
+    assert disk.keys() == [KEYS[2], KEYS[3], KEYS[0], KEYS[1]], "the files that were used last come last"
+
+
+@pytest.mark.usefixtures("with_page_cache")
+def test_a_block_that_was_read_to_the_pages_is_not_copied_to_memory_unless_its_file_is_gone(tmp_path: Path) -> None:
+    cache, disk, connector = with_files(tmp_path, num_rows=2, num_files=5)
+    before = [contents(cache, block) for block in range(8)]
+    connector.transfer(plan(loads=((0, 5), (1, 6), (2, 7))))
+    disk._keys.pop(KEYS[1])  # as if the folder had been full
+    report = connector.transfer(plan(stores=((5, 0), (6, 1))))
+    assert report.num_stored == 1 and list(connector._rows) == [KEYS[4], KEYS[1]]
+    until_written(disk, KEYS[1])
+    report = connector.transfer(plan(stores=((5, 2), (7, 3))))
+    assert report.num_stored == 2, "other blocks may be in the same place of the pages by then"
+    assert connector.transfer(plan(loads=((0, 3), (1, 4)))).num_loaded_from_disk == 2
+    assert are_equal(contents(cache, 3), before[0]) and are_equal(contents(cache, 4), before[1])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 200, None])
+def test_a_block_that_is_only_partly_in_the_page_cache_is_read_all_the_same(
+    tmp_path: Path, with_page_cache: Callable[[int | None], None], num_bytes: int | None
+) -> None:
+    cache, _, connector = with_files(tmp_path, num_rows=1, num_files=3)
+    before = contents(cache, 0)
+    with_page_cache(num_bytes)
+    assert connector.transfer(plan(loads=((0, 5),))).num_loaded_from_disk == 1
+    assert are_equal(contents(cache, 5), before)
+    assert list(connector._rows) == ([KEYS[2]] if num_bytes is None else [KEYS[0]])
+
+
+@pytest.mark.parametrize("what", ["header", "first", "last", "short", "long", "empty", "gone", "link", "other key"])
+@pytest.mark.usefixtures("with_page_cache")
+def test_a_file_in_the_page_cache_that_is_not_what_was_written_is_not_served(tmp_path: Path, what: str) -> None:
+    cache, disk, connector = with_files(tmp_path, num_rows=1, num_files=3)
+    before = contents(cache, 1)
+    path, other = (next(tmp_path.glob(f"*/0/{key.hex()}.block")) for key in KEYS[:2])
+    written = path.read_bytes()
+    header, block = written[: -block_bytes(cache)], written[-block_bytes(cache) :]
+    not_numbers = b"\xff" * len(block)
+    damaged = {
+        "header": bytes([header[0] ^ 1]) + header[1:] + block,
+        "first": header + not_numbers[:8] + block[8:],
+        "last": header + block[:-8] + not_numbers[:8],
+        "short": header + not_numbers[:-1],
+        "long": written + b"x",
+        "empty": b"",
+        "other key": other.read_bytes(),
+    }
+    path.unlink()
+    if what in damaged:
+        path.write_bytes(damaged[what])
+    elif what == "link":
+        path.symlink_to(other)
+    report = connector.transfer(plan(loads=((0, 5), (1, 6))))
+    assert report.failed_loads == (0,) and report.num_loaded_from_disk == 1
+    assert are_equal(contents(cache, 6), before)
+    assert all(part.isfinite().all() for part in contents(cache, 5)), "attention multiplies other cells by zero"
+    assert not path.exists() and KEYS[0] not in disk and set(connector.keys()) == {KEYS[1], KEYS[2]}
+
+
+def test_a_block_on_the_disk_is_not_copied_to_memory_that_the_same_step_needs_for_its_loads(
+    tmp_path: Path, with_page_cache: Callable[[int | None], None]
+) -> None:
+    with_page_cache(0)
     cache, disk, connector = with_files(tmp_path, num_rows=3, num_files=7)
     before = [contents(cache, block) for block in range(8)]
     # Key 7 is nowhere else; of the others, memory has room for one besides the two that are loaded.
@@ -198,6 +309,13 @@ def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tm
     disk._prefetched[KEYS[2]][1].result()
     assert connector.transfer(plan(loads=((1, 6),))).num_loaded_from_memory == 1
     assert are_equal(contents(cache, 6), before), "memory that holds a block is not used to read ahead"
+
+
+@pytest.mark.usefixtures("with_page_cache")
+def test_what_the_same_step_loads_is_not_read_ahead(tmp_path: Path) -> None:
+    _, disk, connector = with_files(tmp_path, num_rows=1, num_files=4)
+    connector.transfer(replace(plan(loads=((0, 5), (1, 6))), prefetches=(KEYS[0], KEYS[1], KEYS[2])))
+    assert list(disk._prefetched) == [KEYS[2]], "a sequence may be admitted in the step that it comes in"
 
 
 def test_the_copies_before_one_that_fails_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
