@@ -1,6 +1,6 @@
 """Measure the time to first token of conversations that return, with and without offloaded KV blocks.
 
-    python -m benchmarks.kv_offload [--rounds 5] [--tokens 1024] [--conversations 6] [--write]
+    python -m benchmarks.kv_offload [--rounds 5] [--tokens 1024] [--conversations 6] [--dtype bfloat16] [--write]
 
 The KV cache has room for a third of the conversations, and these take turns: each one returns, with a few new tokens,
 when the others have reused its blocks. There are four servers, which get the same requests in turn, one at a time:
@@ -12,7 +12,7 @@ when the others have reused its blocks. There are four servers, which get the sa
   The server starts again when there are files, so that its memory is empty;
 - recompute: it offloads nothing.
 
-The model has 88 million random weights, and computes in float32. `--write` writes the table into docs/kv_offloading.md.
+The model has 88 million random weights. `--write` writes the table into docs/kv_offloading.md.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from tests.support.server_process import ServerProcess, serving
 MAKER = "python -m benchmarks.kv_offload"
 PAGE = Path(__file__).parents[1] / "docs" / "kv_offloading.md"
 NUM_NEW_TOKENS = 16  # of each turn
-BYTES_PER_TOKEN = 2 * 4 * 64 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"]  # type: ignore[operator]
+NUMBERS_PER_TOKEN = 2 * 64 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"]  # type: ignore[operator]
+NUM_BYTES = {"float32": 4, "bfloat16": 2}
 SIDES = ("hit", "memory", "disk", "recompute")
 
 
-def flags(side: str, num_conversations: int, num_tokens: int, folder: Path) -> list[str]:
-    """Return the settings of one server's KV cache."""
+def flags(side: str, num_conversations: int, num_tokens: int, folder: Path, dtype: str = "float32") -> list[str]:
+    """Return a server's data type, and the settings of its KV cache."""
     blocks_each = -(-(num_tokens + 2 * NUM_NEW_TOKENS) // BLOCK_SIZE)
-    all_bytes = num_conversations * blocks_each * BLOCK_SIZE * BYTES_PER_TOKEN
+    all_bytes = num_conversations * blocks_each * BLOCK_SIZE * NUMBERS_PER_TOKEN * NUM_BYTES[dtype]
     num_blocks = blocks_each * (num_conversations + 1 if side == "hit" else num_conversations // 3)
-    found = ["--num-kv-blocks", str(num_blocks)]
+    found = ["--dtype", dtype, "--num-kv-blocks", str(num_blocks)]
     if side in ("memory", "disk"):
         memory = 2 * all_bytes if side == "memory" else all_bytes // num_conversations
         found += ["--kv-offload-memory-bytes", str(memory)]
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024, help="of each conversation")
     parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--dtype", choices=tuple(NUM_BYTES), default="float32")
     parser.add_argument("--write", action="store_true", help="write the table into docs/kv_offloading.md")
     arguments = parser.parse_args()
     rng = random.Random(0)
@@ -107,8 +109,8 @@ def main() -> None:
         first_disk = stack.enter_context(ExitStack())
 
         def start(side: str, ends_with: ExitStack, log: str) -> ServerProcess:
-            own = flags(side, arguments.conversations, arguments.tokens, folder)
-            base = ("--model", str(folder / "random"), "--served-model-name", "random", "--dtype", "float32")
+            own = flags(side, arguments.conversations, arguments.tokens, folder, arguments.dtype)
+            base = ("--model", str(folder / "random"), "--served-model-name", "random")
             return ends_with.enter_context(serving(*base, "--log-level", "warning", *own, log=folder / log))
 
         servers = {side: start(side, first_disk if side == "disk" else stack, f"{side}.log") for side in SIDES}
@@ -127,9 +129,9 @@ def main() -> None:
                             times_s[side].append(elapsed_s)
         lines = [
             "",
-            f"{os.cpu_count()} cores ({platform.machine()}), 88 million weights in float32, {len(conversations)} "
-            f"conversations of {arguments.tokens} tokens, medians of {arguments.rounds} rounds, on "
-            f"{datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
+            f"{os.cpu_count()} cores ({platform.machine()}), 88 million weights in {arguments.dtype}, "
+            f"{len(conversations)} conversations of {arguments.tokens} tokens, medians of {arguments.rounds} rounds, "
+            f"on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}.",
             "",
             "| the blocks of a returning conversation | TTFT, ms | ratio to a hit | faster than recompute | blocks "
             "loaded from memory | from disk |",

@@ -102,7 +102,6 @@ def main() -> None:
             kind = "hit" if side == "hit" else "disk"
             own = flags(kind, arguments.conversations, arguments.tokens, own_folder)
             base = ["--model", str(folder / "random"), "--served-model-name", "random", "--max-num-seqs", "1"]
-            base += ["--dtype", "float32"]
             changed = {"PYTHONPATH": paths} if side == "read by the step" else None
             servers[side] = stack.enter_context(
                 serving(*base, "--log-level", "warning", *own, log=own_folder / "log", environment=changed)
