@@ -9,7 +9,7 @@ when the others have reused its blocks. There are four servers, which get the sa
 - memory: it offloads blocks to the host's memory;
 - disk: it offloads blocks to files, with memory for one conversation. Files that were just written are in the kernel's
   page cache, as they are on a machine with enough memory; a disk that is really read takes longer.
-  The server starts again when there are files, so that its memory is empty;
+  The server is started again when its files are written, so that its memory is empty;
 - recompute: it offloads nothing.
 
 The model has 88 million random weights. `--write` writes the table into docs/kv_offloading.md.
@@ -38,14 +38,14 @@ MAKER = "python -m benchmarks.kv_offload"
 PAGE = Path(__file__).parents[1] / "docs" / "kv_offloading.md"
 NUM_NEW_TOKENS = 16  # of each turn
 NUMBERS_PER_TOKEN = 2 * 64 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"]  # type: ignore[operator]
-NUM_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 SIDES = ("hit", "memory", "disk", "recompute")
 
 
 def flags(side: str, num_conversations: int, num_tokens: int, folder: Path, dtype: str = "float32") -> list[str]:
-    """Return a server's data type, and the settings of its KV cache."""
+    """Return the flags of one server: for its data type, and for its KV cache."""
     blocks_each = -(-(num_tokens + 2 * NUM_NEW_TOKENS) // BLOCK_SIZE)
-    all_bytes = num_conversations * blocks_each * BLOCK_SIZE * NUMBERS_PER_TOKEN * NUM_BYTES[dtype]
+    all_bytes = num_conversations * blocks_each * BLOCK_SIZE * NUMBERS_PER_TOKEN * BYTES_PER_NUMBER[dtype]
     num_blocks = blocks_each * (num_conversations + 1 if side == "hit" else num_conversations // 3)
     found = ["--dtype", dtype, "--num-kv-blocks", str(num_blocks)]
     if side in ("memory", "disk"):
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024, help="of each conversation")
     parser.add_argument("--conversations", type=int, default=6)
-    parser.add_argument("--dtype", choices=tuple(NUM_BYTES), default="float32")
+    parser.add_argument("--dtype", choices=tuple(BYTES_PER_NUMBER), default="float32")
     parser.add_argument("--write", action="store_true", help="write the table into docs/kv_offloading.md")
     arguments = parser.parse_args()
     rng = random.Random(0)
@@ -116,7 +116,8 @@ def main() -> None:
         servers = {side: start(side, first_disk if side == "disk" else stack, f"{side}.log") for side in SIDES}
         num_requests = (3 + arguments.rounds) * len(conversations) * len(SIDES)
         with Progress("requests", num_requests) as progress:
-            for number in range(-3, arguments.rounds):  # two rounds fill the cache and what is behind it
+            # Rounds below 0 are not measured: two fill the caches and the files, and one is after the new start.
+            for number in range(-3, arguments.rounds):
                 if number == -1:
                     first_disk.close()
                     servers["disk"] = start("disk", stack, "disk-2.log")

@@ -1,14 +1,17 @@
-"""Measure how long KV blocks take from one process to another, in each of the ways that they can go.
+"""Measure how long KV blocks take from one process to another, by each way that they can go.
 
     python -m benchmarks.kv_transfer [--rounds 9] [--mib 64] [--write]
 
 - shared memory: the reader copies them out of memory that both have mapped, as the workers of one machine do;
 - TCP: the agent of one worker sends them to that of another one, over the loopback interface;
-- NIXL: one agent reads them from the other one's memory. UCX chooses the way, on one machine a copy by the kernel;
-- NIXL over TCP: the same, with TCP over loopback as UCX's only way, as between two machines without RDMA.
+- NIXL: one agent reads them from the other one's memory. UCX chooses the transport, on one machine copies by the
+  kernel;
+- NIXL over TCP: the same, with TCP over loopback as UCX's only transport, as between two machines without RDMA.
 
-Each way has a pair of processes, and the ways take turns. With the last three, blocks come into memory from which the
-worker then loads them, as with shared memory. `--write` writes the table into docs/disaggregated_prefill.md.
+Each way has a pair of processes, and the ways take turns. With the last three, blocks end in memory that an agent
+shares with its worker, which then loads them from there by the first way. This is not measured again. `--write` writes
+the table into docs/disaggregated_prefill.md.
+
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def send(fd: int, with_nixl: bool) -> None:
 
 
 def receive(way: str, num_blocks: int) -> None:
-    """Fetch blocks in this way whenever standard input has a line, and answer with the seconds that it took."""
+    """Fetch blocks by this way for each line of standard input, and write how many seconds it took."""
     fds = open_memory(("source", "target"), 4 * num_blocks * BLOCK_BYTES)
     source, target = (BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True) for fd in fds)
     reader = BlockRing(fds[0], BLOCK_BYTES, LAYOUT)

@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--transfer-backend",
         default="tcp",
         choices=["tcp", "nixl"],
-        help="what carries them: tcp; nixl (RDMA, where there is any), if both sides have it (default: tcp)",
+        help="what carries these KV blocks: tcp, or nixl (RDMA where there is any) if both sides use it (default: tcp)",
     )
     parser.add_argument("--transfer-tls-cert", metavar="FILE", help="certificate for these transfers; needs the key")
     parser.add_argument("--transfer-tls-key", metavar="FILE", help="its private key")

@@ -40,7 +40,7 @@ LONG_FILES = (
     "workers/layers/test_quantized_gemm.py",
     "torture/test_workers.py",
     "workers/test_triton_compilation.py",
-    # Those with many others, the longest first: 45 s to 5 s.
+    # Those with many other tests, the longest first: 45 s to 5 s.
     "workers/loading/test_quantized_weights.py",
     "e2e/test_process.py",
     "e2e/test_live.py",

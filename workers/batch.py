@@ -105,10 +105,10 @@ class SlotTable:
         max_blocks = min(num_blocks, -(-self.row_length // block_size))
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks: Indices = np.zeros(num_slots, dtype=np.int64)
-        self.num_used_blocks = 0  # of the cache: all blocks that any slot has had are before this one
+        self.num_used_blocks = 0  # at the start of the cache; no slot has had a block after these
         self.slot_assignments: dict[int, SlotAssignment] = {}
         self.takes_likeliest: dict[int, bool] = {}  # see the function; by slot
-        self._with_prompt_logprobs: set[int] = set()  # slots whose sequences want some
+        self._with_prompt_logprobs: set[int] = set()  # slots whose sequences requested prompt logprobs
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: newly assigned slots, new blocks, and known token ids."""
@@ -163,7 +163,7 @@ class SlotTable:
         return SamplingRow(assignment.sampling, position, chunk.slot, position - assignment.prompt_length)
 
     def has_prompt_logprobs(self, plan: StepPlan) -> bool:
-        """Whether logprobs of prompt tokens are to be computed in a step."""
+        """Return whether logprobs of prompt tokens are to be computed in a step."""
         if not self._with_prompt_logprobs:
             return False
         return any(self.prompt_logprobs_chunk(0, 0, chunk) is not None for chunk in plan.chunks)

@@ -5,8 +5,8 @@ often, holds at most the length of its own output, and never delays other client
 reader is woken less often, too: at once for the first tokens, later only when a sequence has that many new tokens, or
 has ended.
 
-A task takes a microsecond to be resumed, for each token of each stream. So a reader may pass a function that takes what
-is pending, and the event loop calls it in place of resuming the task.
+Resuming a task takes a microsecond, for each token of each stream. So a reader may pass a function that takes what is
+pending. The event loop then calls this function, and does not resume the task.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ClientQueue:
         self._error: Exception | None = None
         self._changed = SingleWaiterEvent()
         self._take: Callable[[list[TokenDelta]], bool] | None = None  # of the reader that waits
-        self._is_offered = False  # whether the event loop is about to call it
+        self._is_offered = False  # whether the event loop will soon call `_offer`
 
     def put(self, delta: TokenDelta) -> None:
         """Add a delta, and wake the reader if it is due. Never waits."""
@@ -82,8 +82,9 @@ class ClientQueue:
     async def get(self, take: Callable[[list[TokenDelta]], bool] | None = None) -> list[TokenDelta]:
         """Return everything that has been added since the last call; wait until there is something.
 
-        If `take` is given, it is called with everything in place of that, as often as something is added, until it
-        returns False: then it has not taken them, and they are returned.
+        If `take` is given, the event loop calls it with everything that is pending, each time the reader would be
+        woken. As long as it returns True, it has taken the deltas, and this goes on waiting. When it returns False, it
+        has not taken them, and they are returned.
 
         Returns an empty list after `wake`. Raises the error that `fail` was given. There is no timeout: each sequence
         ends by length at the latest, a worker that does not answer fails its clients' queues, and a reader whose client
@@ -102,7 +103,7 @@ class ClientQueue:
         return pending
 
     def _offer(self) -> None:
-        """Let the reader's function take what is pending; otherwise, or if that fails, wake the reader."""
+        """Let the reader's function take what is pending. If it does not, or fails, wake the reader."""
         self._is_offered = False
         take = self._take
         if take is None or not self._pending:

@@ -97,18 +97,21 @@ def list_files(model: str, revision: str | None) -> list[str]:
 
 
 class _Hub:
-    """Asks the hub once before a download, so that a server without a network reports it within seconds.
+    """Asks the hub once before a download, so that a server without a network reports a missing model within seconds.
 
-    For a file that is not in the cache, the library asks six more times: for 23 s if there is no network, and for six
-    minutes if the network drops what it is sent. Of a snapshot it waits without end then. It has no setting for that.
-    This asks once, for as long as HF_HUB_ETAG_TIMEOUT says, which is 10 s by default.
+    For a file that is not in the cache, the library asks six more times. That takes 23 s if there is no network, and
+    six minutes if the network drops packets. For a snapshot, it then waits without limit. It has no setting for that.
+    This class asks once, with the timeout HF_HUB_ETAG_TIMEOUT, which is 10 s by default.
     """
 
     def __init__(self) -> None:
-        self._unreached_s = -inf  # when it could not be reached; several files may be looked for, one by one
+        self._unreached_s = -inf  # when the hub could last not be reached; files are often looked for one after another
 
     def is_reached(self, repository: str, name: str, revision: str | None) -> bool:
-        """Return whether the hub answers, whatever it says of this file. Raises the library's HFValidationError."""
+        """Return whether the hub answers a request for this file, with whatever status.
+
+        Raises the library's HFValidationError.
+        """
         from huggingface_hub import errors
 
         url = huggingface_hub.hf_hub_url(repository, name, revision=revision)
@@ -118,7 +121,7 @@ class _Hub:
             huggingface_hub.get_hf_file_metadata(url)
         except errors.HfHubHTTPError:
             return True
-        except Exception:  # of the HTTP client that the library happens to use, or because of HF_HUB_OFFLINE
+        except Exception:  # of the HTTP client that the library uses, which may change, or because of HF_HUB_OFFLINE
             self._unreached_s = time.monotonic()
             return False
         return True

@@ -18,8 +18,8 @@ class RequestRegistry:
     def __init__(self) -> None:
         self._outputs: dict[int, SequenceOutput] = {}
         self._requests: dict[int, RequestState] = {}
-        # The output of an unfinished sequence by its id; None if the sequence has ended. It is asked once for each
-        # token, so it is no method in Python.
+        # Returns the output of an unfinished sequence by its id; None if the sequence has ended. It is called once for
+        # each token, so it is the method of the dict, which takes less time than one written in Python.
         self.output: Callable[[int], SequenceOutput | None] = self._outputs.get
 
     @property

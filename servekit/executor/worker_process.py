@@ -21,8 +21,8 @@ log = logging.getLogger("servekit")
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 
-# At once from the result pipe. `os.read` allocates as much as it may read, whatever is there: a megabyte takes 15 µs,
-# because the kernel maps it, and this takes half a microsecond.
+# How much is read at once from the result pipe. `os.read` allocates as much as it may read, even if the pipe has less:
+# a megabyte takes 15 µs, because the kernel maps it, and this size takes half a microsecond.
 READ_BYTES = 2**16
 # Writing the stacks of a hung worker takes milliseconds. After this time it is killed without them.
 DUMP_TIMEOUT_S = 0.3

@@ -60,7 +60,7 @@ class BlockExchange:
                 f"{load.kv_transfer_bytes:,} bytes for handed-over KV blocks (--kv-transfer-memory-bytes of the "
                 f"server) cannot be reserved: {error.strerror}"
             ) from None
-        if settings.uses_nixl:  # while the worker loads the model
+        if settings.uses_nixl:  # its processes start while the worker loads the model
             self._start_nixl()
 
     def apply(self, load: LoadModel) -> LoadModel:
@@ -104,6 +104,7 @@ class BlockExchange:
         return address_of_others if settings.server_tls is None else address_of_others.replace("tcp:", "tls:", 1)
 
     def _start_nixl(self) -> None:
+        """Start the processes of NIXL. If that fails, blocks go over TCP, and the log says why."""
         why = "it is not installed (pip install 'servekit[nixl]')"
         if has_nixl():
             try:

@@ -51,7 +51,7 @@ STALL_TIMEOUT_S = 3.0  # for one batch of blocks
 FETCH_TIMEOUT_S = 10.0
 NETWORK_ERRORS = (OSError, EOFError, ValueError, msgspec.DecodeError)
 IDLE_TIMEOUT_S = 300.0  # after which the connection to a peer that is not asked is closed
-NIXL_PAUSE_S = 300.0  # over TCP, after NIXL failed with a peer
+NIXL_PAUSE_S = 300.0  # for so long, TCP is used with a peer after NIXL failed
 
 _Queue = queue.Queue[tuple[FetchBlocks, float] | None]  # requests, and when each must be answered; None: the end
 
@@ -70,7 +70,7 @@ class BlockReceiver:
     ) -> None:
         """`rings` has one for each rank, for the blocks that come. `on_fetched` is called in a thread.
 
-        `lock` is for receivers that share a ring. With `readers`, blocks are read from peers that use NIXL, too.
+        `lock` is for receivers that share a ring. With `readers`, NIXL reads the blocks of peers that also use it.
         """
         self._rings = list(rings)
         self._layouts = tuple(BlockLayout(ring.layout, ring.block_bytes) for ring in rings)
@@ -84,8 +84,8 @@ class BlockReceiver:
         self._queues: dict[str, _Queue] = {}  # by the address of the peer
         self._connections: dict[str, TransferSocket] = {}
         self._readers: dict[str, NixlReader] = {}
-        self._carried_by: dict[str, str] = {}  # what the log has said
-        self._tcp_until_s: dict[str, float] = {}  # where NIXL has failed
+        self._carried_by: dict[str, str] = {}  # what carries the blocks, as the log has said
+        self._tcp_until_s: dict[str, float] = {}  # of peers with which NIXL has failed
         self._is_closed = False
 
     def fetch(self, request: FetchBlocks) -> None:
@@ -175,7 +175,7 @@ class BlockReceiver:
     def _fetch_or_connect_again(self, address: str, wanted: Sequence[Key], fetched: list[Key], ends_s: float) -> None:
         """Fetch blocks, over another connection if the present one has ended: its peer may have started again.
 
-        One that says nothing is not asked again. After NIXL has failed, TCP is tried. Raises what `_fetch` raises.
+        A peer that does not answer is not asked again. After NIXL fails, TCP is tried. Raises what `_fetch` raises.
         """
         is_reused = address in self._connections
         try:
@@ -187,10 +187,8 @@ class BlockReceiver:
             try:
                 self._fetch(address, wanted, fetched, ends_s)
             except BaseException:
-                del (
-                    self._tcp_until_s[address],
-                    self._carried_by[address],
-                )  # its peer was lost, and NIXL may be all right
+                # The peer was lost, so NIXL is probably not what failed.
+                del self._tcp_until_s[address], self._carried_by[address]
                 raise
             log.warning(
                 "KV blocks come from %s over TCP for the next %g s, because NIXL failed: %s",
@@ -263,6 +261,7 @@ class BlockReceiver:
         return found.keys
 
     def _log_what_carries(self, address: str, what: str) -> None:
+        """Log whether NIXL or TCP carries the blocks of a peer, if this agent uses NIXL and the answer is a new one."""
         if self._nixl is None or self._carried_by.get(address) == what:
             return
         self._carried_by[address] = what
@@ -272,12 +271,12 @@ class BlockReceiver:
         log.info("KV blocks come from %s over %s%s", address, what, why)
 
     def _read(self, address: str, keys: tuple[Key, ...], where: BlocksInMemory, ends_s: float) -> tuple[Key, ...]:
-        """Read blocks from the peer's memory. Returns the keys of those that were not overwritten meanwhile.
+        """Read blocks from the peer's memory. Returns the keys of those whose sums are right.
 
-        Raises NixlFailed, OSError or ValueError.
+        A block that was damaged, or overwritten meanwhile, has another sum. Raises NixlFailed, OSError or ValueError.
         """
         if self._nixl is None or not len(where.addresses) == len(where.sums) == len(keys) * len(self._rings):
-            raise ValueError("it did not say where each of the KV blocks is, or was not asked")
+            raise ValueError("it did not say where each KV block is in its memory, or said so without being asked")
         connection = self._connections[address]
         row_bytes = [ring.rows.shape[1] for ring in self._rings]
         reader = self._readers.get(address)
@@ -299,7 +298,10 @@ class BlockReceiver:
         return came
 
     def _divide(self, keys: Sequence[Key], data: bytes) -> list[NDArray[np.uint8]]:
-        """Return the parts of blocks, for each rank. Raises ValueError if they are not as many bytes."""
+        """Return the bytes of blocks as the part of each rank, [num_blocks, bytes].
+
+        Raises ValueError if `data` has another number of bytes.
+        """
         if len(data) != len(keys) * bytes_of_block(self._layouts):
             num_expected = len(keys) * bytes_of_block(self._layouts)
             raise ValueError(
@@ -310,7 +312,7 @@ class BlockReceiver:
         return [part.reshape(len(keys), -1) for part in parts]
 
     def _keep(self, keys: Sequence[Key], parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Let the worker read blocks, of which each rank has a part."""
+        """Let the worker read blocks. `parts` has one for each rank, [num_blocks, bytes]."""
         if not keys:
             return
         with self._lock:

@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 64  # each has a thread
 ACCEPT_INTERVAL_S = 0.02
 HANDSHAKE_TIMEOUT_S = 10.0  # TLS included
 SEND_TIMEOUT_S = 10.0  # of one answer: a peer that does not read is disconnected
-READ_TIMEOUT_S = 10.0  # of one answer whose blocks a peer reads with NIXL: then it is disconnected
+READ_TIMEOUT_S = 10.0  # for a peer to read the blocks of one answer with NIXL; after that it is disconnected
 IDLE_TIMEOUT_S = 600.0  # without a request; the peer connects again when it needs a block
 BACKLOG = 16
 
@@ -50,7 +50,7 @@ class BlockSender:
         tls: ssl.SSLContext | None,
         nixl: NixlSource | None = None,
     ) -> None:
-        """`rings` has one for each rank; `nixl` is for peers that read them. The caller closes it after this.
+        """`rings` has one for each rank. `nixl` is for peers that read blocks with NIXL; the caller closes it later.
 
         Raises OSError if the address cannot be used, or RuntimeError.
         """
@@ -229,7 +229,7 @@ class BlockSender:
     def _locate(self, wanted: Sequence[Key], rings: Sequence[BlockRing]) -> BlocksFound | None:
         """Return those of the keys that all of the ranks have, and where the parts of their blocks are.
 
-        The peer may read them then, until `_end_reads`. None if it cannot.
+        The peer may then read them, until `_end_reads`. Returns None if NIXL cannot be used.
         """
         if self._nixl is None:
             return None
@@ -256,6 +256,7 @@ class BlockSender:
         return BlocksFound(found, in_memory=BlocksInMemory(metadata, tuple(addresses), tuple(sums)))
 
     def _end_reads(self, number: int) -> None:
+        """Note that the peer no longer reads the blocks of so many answers."""
         for _ in range(number):
             if self._nixl is not None:
                 self._nixl.end()

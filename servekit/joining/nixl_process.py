@@ -1,9 +1,9 @@
 """A process that carries KV blocks with NIXL for an agent: `python -m servekit.joining.nixl_process ROLE FD FD...`.
 
-UCX, which NIXL uses, authenticates no one, and over TCP it aborts the process whose peer is lost while it answers. So
-NIXL runs neither in the agent nor in its worker, but in a process that has nothing else than memory with blocks, and
-that is started again when it ends. The agent says over a socket (the first FD) what is to be done. When that is closed,
-the process ends. The other FDs are memory.
+NIXL uses UCX, which authenticates no one. Over TCP, UCX also aborts a process if its peer is lost while the process
+answers it. So NIXL runs neither in the agent nor in its worker. It runs in a process that has memory with blocks and
+nothing else, and that the agent starts again when it has ended. The agent says over a socket (the first FD) what is to
+be done. When the socket is closed, the process ends. The other FDs are memory.
 
 - A *source* has blocks: it answers with its metadata, and then lets peers read while the agent says so.
 - A *reader* reads from one peer: it gets `ReadMemory`, and answers with an empty message, or with what went wrong.
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from servekit.protocol.block_ring import BlockRing
 from servekit.protocol.child_process import ignore_signals
 
-# One for each CUDA version. `nixl`, which chooses one, would import torch.
+# One for each CUDA version. The package `nixl`, which chooses one of them, would import torch.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 READY, FAILED = b"+", b"-"  # the first byte of each answer
 BEGIN, END = b"begin", b"end"  # of a read from a source
@@ -37,11 +37,11 @@ POLL_S = 0.0001
 
 
 class ReadMemory(Struct, frozen=True):
-    """Ask a reader to read what is at these addresses of its peer into its memory, one after the other."""
+    """Ask a reader to read what is at these addresses of its peer into its own memory, one part behind the other."""
 
     metadata: bytes  # of the peer, always the same
-    addresses: bytes  # 64-bit numbers, as are the sizes
-    sizes: bytes
+    addresses: bytes  # 64-bit numbers, one for each part
+    sizes: bytes  # of the parts, in bytes; 64-bit numbers, too
     limit_s: float
 
 
@@ -56,13 +56,13 @@ def main(role: str, fds: Sequence[int]) -> None:
         except Exception as error:  # those of NIXL have no class in common
             agent.send_bytes(FAILED + (str(error) or type(error).__name__).encode())
     sys.stdout.flush()
-    os._exit(0)  # the kernel ends what is under way, and UCX would warn of it
+    os._exit(0)  # the kernel ends what is under way; an orderly exit would let UCX warn of it
 
 
 def be_source(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
     """Let peers read the blocks in this memory."""
     nixl = make_nixl()
-    agent.recv_bytes()  # now the worker has laid out the memory
+    agent.recv_bytes()  # says that the worker has laid out the memory
     rings = [BlockRing.attach(fd, is_writer=True) for fd in fds]  # RDMA needs memory that is writable
     nixl.register_memory([region(ring.rows) for ring in rings], "DRAM")
     addresses = np.array([ring.rows.ctypes.data for ring in rings], np.uint64)
@@ -71,15 +71,15 @@ def be_source(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
     while True:
         if agent.poll(0 if num_reads else None):
             num_reads += 1 if agent.recv_bytes() == BEGIN else -1
-        else:  # a thread of NIXL would do this, and take a tenth of a core or more while nothing is read
+        else:  # a thread of NIXL could do this, but would take a tenth of a core or more also while nothing is read
             nixl.get_new_notifs()
             time.sleep(POLL_S)
 
 
 def be_reader(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
-    """Read from one peer into this memory. Raises when a read has failed: so all that it has left under way ends."""
+    """Read from one peer into this memory. Raises if a read fails: then the process ends, and all that is under way."""
     nixl = make_nixl()
-    agent.recv_bytes()  # now it has its size
+    agent.recv_bytes()  # says that the memory has its size
     memory = np.frombuffer(mmap.mmap(fds[0], os.fstat(fds[0]).st_size), np.uint8)
     nixl.register_memory([region(memory)], "DRAM")
     agent.send_bytes(READY)
@@ -108,17 +108,17 @@ def be_reader(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
 
 
 def make_nixl() -> Any:
-    """Make a NIXL agent without threads, so that it does nothing, and answers no peer, unless it is called."""
+    """Return a NIXL agent without threads. It does nothing, and answers no peer, unless it is called."""
     nixl = import_nixl()
     settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     agent = nixl.nixl_agent(f"servekit-{secrets.token_hex(8)}", settings)
     if "UCX" not in agent.backends:
-        raise RuntimeError("it has no UCX")
+        raise RuntimeError("NIXL has no UCX backend")
     return agent
 
 
 def import_nixl() -> Any:
-    """Import the package that is installed; one for either CUDA version will do for memory of the host."""
+    """Return the package that is installed. For memory of the host, either CUDA version will do."""
     try:
         from nixl_cu13 import _api as for_cuda_13
 
@@ -130,7 +130,7 @@ def import_nixl() -> Any:
 
 
 def region(memory: NDArray[np.uint8]) -> tuple[int, int, int, str]:
-    """Describe memory of the host, as NIXL wants it: address, bytes, device, and a name."""
+    """Return memory of the host as NIXL describes it: address, number of bytes, device, and a name."""
     return memory.ctypes.data, memory.nbytes, 0, ""
 
 

@@ -1,8 +1,8 @@
 """Let agents read KV blocks from each other's memory with NIXL, which uses RDMA where the machines have it.
 
-NIXL carries bytes, and nothing else. Who may read, which blocks there are, and where: that goes over the connection of
-two agents, as without it (`servekit/protocol/kv_transfer.py`). NIXL itself runs in processes of its own
-(`nixl_process.py`), which are started and ended here.
+NIXL carries the bytes of blocks, and nothing else. Two agents use their own connection, as without NIXL, to agree on
+who may read, which blocks there are, and where they are (`servekit/protocol/kv_transfer.py`). NIXL itself runs in
+processes of its own (`nixl_process.py`), which are started and ended here.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from servekit.joining.nixl_process import BEGIN, END, PACKAGES, READY, ReadMemor
 from servekit.protocol.block_ring import open_memory
 
 START_TIMEOUT_S = 8.0
-SEND_TIMEOUT_S = 2  # to a process that was stopped
-RETRY_S = 300.0  # after it could not be started
-CHECK_S = 0.02
+SEND_TIMEOUT_S = 2  # of a message to a process, which may have been stopped (SIGSTOP)
+RETRY_S = 300.0  # for so long, a process that could not be started is not tried again
+CHECK_S = 0.02  # how often `check` is called during a wait
 MAX_ANSWER_BYTES = 2**21
 STDERR = 2
-# What the processes see of the environment: no tokens and keys, because peers may read their memory.
+# How the names of environment variables begin that the processes get. Others may have secrets, and peers may read the
+# memory of these processes.
 ENVIRONMENT = ("CUDA_", "LANG", "LC_", "LD_", "MLX", "NIXL_", "PATH", "PYTHON", "UCX_", "VIRTUAL_ENV")
 DEFAULTS = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 
 
 class NixlFailed(OSError):
-    """NIXL could not be set up, or could not read: its peer is gone or silent, or there is no way to it."""
+    """NIXL could not be set up, or could not read: its peer has ended, does not answer, or cannot be reached."""
 
 
 def has_nixl() -> bool:
@@ -49,10 +50,10 @@ def has_nixl() -> bool:
 
 
 class _Process:
-    """A process that carries blocks."""
+    """A process that carries blocks with NIXL, and the socket over which it is told what to do."""
 
     def __init__(self, role: str, fds: Sequence[int]) -> None:
-        """Start it with this memory. Raises NixlFailed."""
+        """Start it with this memory, as `source` or `reader`. Raises NixlFailed."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "servekit.joining.nixl_process", role, str(theirs.fileno())]
@@ -66,7 +67,7 @@ class _Process:
                         **DEFAULTS,
                         **{name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)},
                     },
-                    process_group=0,  # Ctrl-C in a terminal is for the agent, which ends it
+                    process_group=0,  # Ctrl-C in a terminal ends the agent, which ends this process
                 )
             except OSError as error:
                 ours.close()
@@ -83,15 +84,18 @@ class _Process:
         return self._process.poll() is not None
 
     def send(self, message: bytes) -> None:
-        """Raises NixlFailed."""
+        """Send a message. Raises NixlFailed if the process has ended, or does not read."""
         try:
             self._connection.send_bytes(message)
         except OSError as error:
             raise NixlFailed("its process has ended") from error
 
     def order(self, message: bytes, ends_s: float, check: Callable[[], None]) -> bytes:
-        """Send a message, and return the answer. `check` is called while it waits, and may raise. Raises NixlFailed."""
-        with contextlib.suppress(NixlFailed):  # then it has said why
+        """Send a message, and return the answer. Raises NixlFailed.
+
+        `check` is called during the wait, and may raise.
+        """
+        with contextlib.suppress(NixlFailed):  # the process may have said why it ended: see the answer
             self.send(message)
         while not self._connection.poll(CHECK_S):
             check()
@@ -117,12 +121,12 @@ class _Process:
 
 
 class NixlSource:
-    """Memory of blocks that other agents may read, when they know where and have its keys. For several threads."""
+    """Memory with blocks that other agents may read, if they have its metadata and addresses. For several threads."""
 
     def __init__(self, fds: Sequence[int]) -> None:
-        """Start to start it, for memory that a worker will have laid out when `metadata` is called first.
+        """Start its process, and do not wait for it. `fds` are the memory of each rank.
 
-        Raises NixlFailed.
+        A worker must have laid out the memory before `metadata` is called first. Raises NixlFailed.
         """
         self._fds = fds
         self._lock = threading.Lock()  # of all that follows
@@ -133,9 +137,9 @@ class NixlSource:
         self._is_closed = False
 
     def metadata(self) -> tuple[bytes, list[int]]:
-        """Return what peers need to reach the memory, and where each rank's first row is there. Raises NixlFailed.
+        """Return what peers need to reach the memory, and the address of each rank's first row in it.
 
-        If the process has ended, starts another one.
+        If the process has ended, another one is started. Raises NixlFailed.
         """
         with self._lock:
             self._check()
@@ -143,7 +147,7 @@ class NixlSource:
                 self._end()
             if not self._metadata:
                 if time.monotonic() < self._retry_s:
-                    raise NixlFailed("its process could not be started a while ago")
+                    raise NixlFailed("its process could not be started; the next try is some minutes later")
                 try:
                     self._process = self._process or _Process("source", self._fds)
                     answer = self._process.order(b"laid out", time.monotonic() + START_TIMEOUT_S, self._check)
@@ -155,10 +159,11 @@ class NixlSource:
             return self._metadata, self._first_rows
 
     def begin(self) -> None:
-        """Let peers read until as many calls of `end`."""
+        """Let peers read, until `end` has been called as often as this."""
         self._tell(BEGIN)
 
     def end(self) -> None:
+        """End what one call of `begin` has begun."""
         self._tell(END)
 
     def close(self) -> None:
@@ -188,7 +193,7 @@ class NixlReader:
     """Reads from the memory of one peer. For one thread."""
 
     def __init__(self) -> None:
-        """Start to start it. Raises NixlFailed."""
+        """Start its process, and do not wait for it. Raises NixlFailed."""
         self.metadata = b""  # of its peer
         self._bytes = np.empty(0, np.uint8)
         (self._fd,) = open_memory(["nixl"], 0)
@@ -203,9 +208,10 @@ class NixlReader:
         return self._process.has_ended
 
     def connect(self, metadata: bytes, num_bytes: int, check: Callable[[], None]) -> None:
-        """Wait until it has started, reserve memory for one read, and read from the peer with this metadata then.
+        """Reserve `num_bytes` for one read, and wait until the process has started.
 
-        `check` is called while it waits, and may raise. Raises NixlFailed.
+        From then on, `read` reads from the peer with this metadata. `check` is called during the wait, and may raise.
+        Raises NixlFailed.
         """
         os.ftruncate(self._fd, num_bytes)
         self._bytes = np.frombuffer(mmap.mmap(self._fd, num_bytes, prot=mmap.PROT_READ), np.uint8)
@@ -215,9 +221,10 @@ class NixlReader:
     def read(
         self, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], ends_s: float, check: Callable[[], None]
     ) -> NDArray[np.uint8]:
-        """Return what is at these addresses of the peer, one after the other, until the next call.
+        """Return the bytes at these addresses of the peer, one part behind the other. The next call overwrites them.
 
-        `check` is called while it waits, and may raise. Raises NixlFailed; then this reader must be closed.
+        `addresses` and `sizes` (in bytes) have one number for each part. `check` is called during the wait, and may
+        raise. Raises NixlFailed; then this reader must be closed.
         """
         limit_s = ends_s - time.monotonic()
         request = ReadMemory(self.metadata, addresses.tobytes(), sizes.tobytes(), limit_s)
@@ -231,7 +238,7 @@ class NixlReader:
 
 
 class NixlReaders:
-    """Readers for the peers of one agent, of which one is started ahead: that takes a second. For several threads."""
+    """Readers for the peers of one agent. One is started ahead, because that takes a second. For several threads."""
 
     def __init__(self) -> None:
         """Start the first one. Raises NixlFailed."""
@@ -239,7 +246,7 @@ class NixlReaders:
         self._next: NixlReader | None = NixlReader()
 
     def take(self) -> NixlReader:
-        """Return one for another peer, which the caller closes. Raises NixlFailed."""
+        """Return a reader for another peer, which the caller closes. Raises NixlFailed."""
         with self._lock:
             if (reader := self._next) is None:
                 raise NixlFailed("the worker ends")
@@ -250,7 +257,7 @@ class NixlReaders:
         return reader
 
     def close(self) -> None:
-        """End the one that nobody has taken. Idempotent."""
+        """End the reader that was started ahead. Idempotent."""
         with self._lock:
             reader, self._next = self._next, None
         if reader is not None:

@@ -17,7 +17,7 @@ class TransferSettings(Struct, frozen=True):
     host: str = ""  # "": the address of this machine on its way to the server
     port: int = 0  # 0: any free one
     server_tls: ssl.SSLContext | None = None  # for those that fetch from here; to fetch, TLS is as for the server
-    uses_nixl: bool = False  # with agents that use it, too; with others, and if it fails, TCP
+    uses_nixl: bool = False  # with agents that also use it; TCP with others, and if NIXL fails
 
 
 def parse_transfer_address(text: str | None) -> TcpAddress:

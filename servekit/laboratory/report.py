@@ -1,4 +1,4 @@
-"""Write figures: those of runs as a table for a terminal, values as JSON, and numbers of things as words."""
+"""Write the figures of runs as a table for a terminal, values as JSON, and a number with its noun."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def as_json(value: Any) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """Write a number of things, such as `1 step` or `1,000 steps`."""
+    """Return a number with its noun, such as `1 step` or `1,000 steps`."""
     text = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}s"

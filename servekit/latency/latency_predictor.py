@@ -101,7 +101,7 @@ class LatencyPredictor(ReplayWatcher):
                     in_flight.popleft()
             self._last_done_s = now_s
         if self.learns:
-            # Almost none has ended, and comparing None with each reason takes long.
+            # Almost no token ends its sequence. Whether there is a reason is asked first, which takes less time.
             reasons = {FinishReason.STOP, FinishReason.LENGTH}
             for token in [each for each in tokens if each.finish_reason is not None and each.finish_reason in reasons]:
                 is_cut = token.finish_reason is FinishReason.LENGTH

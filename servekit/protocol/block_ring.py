@@ -161,17 +161,18 @@ class BlockRing:
     def locate(self, keys: list[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.bool_]]:
         """Return at which byte of `rows` each block is, the sum that a copy must have, and whether the block is there.
 
-        For those who copy the memory themselves, and call `block_sums` then.
+        For those that copy the memory themselves, and then compare `block_sums`. Each array has one item for each key.
         """
         rows = np.array([self._number_of[key] % self.num_blocks for key in keys], np.uint64)
         offsets = rows * np.uint64(self.rows.shape[1])
         sums = self._sums[rows]
         expected = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-        # Compared after the sums were read: who appends writes the key first, so these are not of the next block.
+        # Keys are compared after the sums were read. The writer writes a block's key before its sum, so if the key is
+        # still the old one, the sum is, too.
         return offsets, sums, (self._keys[rows] == expected).all(axis=1)
 
 
 def block_sums(blocks: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the sum of each block, of which `blocks` has whole rows."""
+    """Return the sum of each block. `blocks` are whole rows of a ring, [num_blocks, bytes of a row]."""
     sums: NDArray[np.uint64] = blocks.view(np.uint64).sum(axis=1, dtype=np.uint64)
     return sums

@@ -9,7 +9,7 @@ of one handshake is of no use in the other. Then each frame is sealed.
                                            ◀──    BlocksFound(keys)
                                            ◀──    their bytes: all parts of the first rank, then of the next one
 
-If both have NIXL, the bytes come another way: the one that needs them reads the other one's memory.
+If both use NIXL, the side that needs the bytes reads them from the other side's memory:
 
       RequestBlocks(.., by_nixl)           ──▶
                                            ◀──    BlocksFound(keys, where they are)
@@ -47,7 +47,7 @@ class RequestBlocks(Struct, frozen=True, tag="request_blocks"):
 
     layouts: Annotated[tuple[BlockLayout, ...], Meta(min_length=1, max_length=1024)]
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_BATCH_KEYS)]
-    by_nixl: bool = False  # it can read them with NIXL
+    by_nixl: bool = False  # whether this side can read them with NIXL
 
 
 class BlocksInMemory(Struct, frozen=True):
@@ -70,7 +70,7 @@ class BlocksFound(Struct, frozen=True, tag="blocks_found"):
 
 
 class BlocksRead(Struct, frozen=True, tag="blocks_read"):
-    """Say that the blocks of one answer have been read, so that the other side has no part in it any more."""
+    """Say that the blocks of one answer have been read: the other side may stop serving reads of them."""
 
 
 def transfer_key(key: bytes, group: bytes) -> bytes:

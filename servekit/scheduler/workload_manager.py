@@ -958,7 +958,8 @@ class WorkloadManager:
         if self.quarantine:
             cause, rule, first = TimeCause.QUARANTINE, "crash_quarantine", self.quarantine.first
         elif self.num_waiting == (self.num_followers if self._followers else 0):
-            # For those that come: until which result is no further step planned?
+            # No request waits in the queue. One that comes now waits until the next step is planned, and that waits for
+            # a result: of a long step with drafts, or of any step if as many are in flight as may be.
             is_awaited = self.config.max_steps_in_flight > 1 and self.draft_lengths.is_awaited(step, self._position_s)
             cause, rule = TimeCause.NEXT_STEP, "long_speculative_step" if is_awaited else "max_steps_in_flight"
         elif first is not None:

@@ -575,7 +575,7 @@ class _WithoutChunks:
 
 
 class _ChunkWriter:
-    """Writes chunks of the body of an answer, as uvicorn does."""
+    """A BodyWriter that writes parts as chunks, as uvicorn does."""
 
     __slots__ = ("_cycle",)
 

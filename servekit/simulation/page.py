@@ -8,9 +8,10 @@ GARBAGE = 1  # no answer has this token, and no position this state
 
 
 class Page(Struct, gc=False):
-    """The states in a KV block, and their sum: a token depends on the sum of all states before it.
+    """The states in a KV block, and their sum.
 
-    So a worker reads a number for each full block, and not one for each position.
+    A token depends on the sum of all states before it. So a worker reads one number for each full block, and not one
+    for each position.
     """
 
     states: list[int]
@@ -18,11 +19,12 @@ class Page(Struct, gc=False):
 
     @classmethod
     def of(cls, states: list[int]) -> Page:
+        """Return a page with these states, which it keeps."""
         return cls(states, sum(states))
 
     @classmethod
     def of_garbage(cls, block_size: int) -> Page:
-        """Return what a block contains if nobody knows what."""
+        """Return a page for a block whose contents are undefined."""
         return cls.of([GARBAGE] * block_size)
 
     def write(self, offset: int, state: int) -> None:

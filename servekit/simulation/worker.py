@@ -42,7 +42,7 @@ class Violation(Exception):
 
 
 def next_token(sum_of_states: int) -> int:
-    """The simulated model's output layer: a function of every position's KV before it."""
+    """The simulated model's output layer: a function of the states of all positions before it."""
     return FIRST_ANSWER + (sum_of_states >> SKIPPED_BITS) % NUM_ANSWERS
 
 
@@ -185,8 +185,8 @@ class _Span(Struct, frozen=True, gc=False):
 class SimulatedWorker:
     """Executes step plans over pages that hold states of the simulated model.
 
-    It does what a real worker does, and checks everything by what it samples: before each token it adds up the
-    sequence's states through its block table. So a block given to two sequences, a skipped chunk, a prefix shared by
+    It does what a real worker does, and checks everything by what it samples: before each token it adds up the states
+    in the blocks of the sequence's block table. So a block given to two sequences, a skipped chunk, a prefix shared by
     mistake, a stale slot or a missing copy all lead to a wrong token, and one wrong token changes all that follow.
 
     Its drafts are right or wrong as it is told. It keeps a token table, and writes garbage for wrong drafts, as a real

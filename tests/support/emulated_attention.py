@@ -1,4 +1,4 @@
-"""The C kernel of attention for a processor with AMX, whose tiles are emulated where this one has none."""
+"""The C kernel of attention for a processor with AMX. Its tiles are emulated, for machines without AMX."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FOLDER = Path(__file__).parents[1] / "workers" / "attention"
 
 @functools.cache
 def emulated_attention(*macros: str) -> ctypes.CDLL:
-    """Return a library for bfloat16 that has attention alone, with tiles in plain C. It is compiled in a second."""
+    """Return a library for bfloat16 with attention alone, and with tiles in plain C. It is compiled in a second."""
     return _compile(("emulated_tiled_attention.c",), "-O1", NOT_INLINED, *macros)
 
 
 @functools.cache
 def trapped_attention() -> ctypes.CDLL:
-    """Return such a library with the instructions of tiles, compiled as for workers; each instruction is emulated."""
+    """Return such a library with the instructions of AMX, compiled as for workers. Each instruction is emulated."""
     trap = str(Path(__file__).with_name("trapped_tiles.c"))
     library = _compile(("trapped_tiled_attention.c", trap))
     library.trap_tiles()
@@ -35,7 +35,7 @@ def trapped_attention() -> ctypes.CDLL:
 
 
 def _compile(sources: tuple[str, ...], *flags: str) -> ctypes.CDLL:
-    """Skip the test without a compiler for such a processor."""
+    """Compile paged_attention.c with these sources, and load the library. Skips the test without such a compiler."""
     compiler = build.find_compiler()
     if compiler is None or platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("AMX is an extension of x86-64 processors, which needs Linux and a compiler that knows it")

@@ -11,7 +11,7 @@
 #define syscall(...) 0 /* Linux allows tiles */
 
 #ifndef FORGOTTEN_BYTES
-#define FORGOTTEN_BYTES 0 /* of each row of bfloat16: more makes a processor that computes wrongly */
+#define FORGOTTEN_BYTES 0 /* at the end of each row of bfloat16: if more, the emulated processor computes wrongly */
 #endif
 
 static _Thread_local struct {

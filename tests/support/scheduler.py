@@ -35,7 +35,7 @@ def make_worker(manager: WorkloadManager) -> SimulatedWorker:
 
 
 def make_prompt(sequence_id: int, length: int) -> list[int]:
-    """One token that differs between most sequences, so many times."""
+    """Return a prompt of `length` times the same token, which differs between most sequences."""
     return [random.Random(sequence_id).randrange(1000)] * length
 
 
@@ -58,7 +58,7 @@ def add_prompt(
 def add_sequence(
     manager: WorkloadManager, sequence_id: int, prompt_length: int = 5, max_tokens: int = 8, **sampling: Any
 ) -> Sequence:
-    """Add a sequence with a prompt of its own, and without a length bound: it is admitted on a guess of its length."""
+    """Add a sequence with its own prompt, and without a length bound: it is admitted by a guess of its length."""
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     return add_prompt(manager, sequence_id, make_prompt(sequence_id, prompt_length), params, has_length_bound=False)
 

@@ -1,6 +1,6 @@
-/* AMX tiles on a processor that has none: each of their instructions traps (SIGILL), and is emulated by emulated_tiles.h. So
-   what a compiler made of a source is tested, and not the source alone. For example, GCC 12 does not know that loading a
-   tile reads memory. For Linux on x86-64. */
+/* AMX tiles on a processor that has none, for Linux on x86-64. Each of their instructions traps (SIGILL), and is
+   emulated by emulated_tiles.h. So the compiled code is tested, and not only the source. For example, GCC 12 does not
+   know that loading a tile reads memory. */
 
 #define _GNU_SOURCE
 #include <signal.h>
@@ -16,7 +16,7 @@ static struct sigaction before;
 typedef struct {
     char *address; /* of the operand in memory, without its index */
     long stride;   /* the index; 0: there is none */
-    int num_bytes; /* of ModRM and what belongs to it */
+    int num_bytes; /* of ModRM, SIB and the displacement */
 } operand;
 
 static operand read_operand(const uint8_t *at, const greg_t *registers, int base_bit, int index_bit) {
@@ -34,7 +34,7 @@ static operand read_operand(const uint8_t *at, const greg_t *registers, int base
         memcpy(&wide, at + found.num_bytes, 4);
         found.num_bytes += 4;
     } else if (mod == 1) wide = (int8_t)at[found.num_bytes++];
-    if (mod == 0 && base == 5 && rm != 4) found.address = (char *)at + found.num_bytes + wide; /* relative to the next */
+    if (mod == 0 && base == 5 && rm != 4) found.address = (char *)at + found.num_bytes + wide; /* relative to RIP */
     else if (mod == 0 && base == 5) found.address = (char *)(intptr_t)wide;
     else found.address = (char *)registers[REGISTERS[base | base_bit << 3]] + wide;
     return found;

@@ -1,4 +1,4 @@
-"""What the stand-ins for the server of a remote model share: how they read a request and write a completion."""
+"""What the stand-ins for servers of remote models share: they read a request, and write a completion."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 
 async def write_json(writer: asyncio.StreamWriter, status: str, body: str) -> None:
+    """Write an answer with this status, such as "200 OK", and this JSON."""
     writer.write(_head(status, "application/json") + body.encode())
     await writer.drain()
 
 
 async def write_completion(writer: asyncio.StreamWriter, text: str, num_pieces: int, pause_s: float = 0.0) -> None:
-    """Write an answer that has this text so many times, each time as an event, and pause before each."""
+    """Write a streamed answer of `num_pieces` events with this text, and wait `pause_s` before each."""
     writer.write(_head("200 OK", "text/event-stream"))
     for number in range(num_pieces):
         if pause_s:

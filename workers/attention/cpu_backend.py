@@ -103,13 +103,13 @@ class CpuAttention:
         return output
 
     def uses_tiles(self, cache: KVCache, layer: int, num_heads: int, params: AttentionParams) -> bool:
-        """Return whether prompts attend by AMX tiles in this layer; see tiled_attention.c."""
+        """Return whether AMX tiles compute attention of prompts in this layer; see tiled_attention.c."""
         pages = self.layer_pages(cache, layer, num_heads, params)
         return bool(self._library.attention_uses_tiles(pages.params))
 
-    def let_use_tiles(self, may_use: bool) -> None:
-        """Let attention use tiles, in all layers of the process, or not."""
-        self._library.let_attention_use_tiles(may_use)
+    def allow_tiles(self, are_allowed: bool) -> None:
+        """Say whether attention may use tiles, in all layers of the process."""
+        self._library.let_attention_use_tiles(are_allowed)
 
     def layer_pages(self, cache: KVCache, layer: int, num_heads: int, params: AttentionParams) -> CLayerPages:
         """Return a layer's parameters and pages as the C functions take them. It points to tensors of `cache`."""

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from workers.attention.cpu_backend import CpuAttention
 from workers.attention.interface import AttentionBackend, AttentionParams, PagedStep
-from workers.attention.tiles_check import leave_wrong_tiles
+from workers.attention.tiles_check import disable_wrong_tiles
 from workers.attention.torch_backend import TorchAttention
 from workers.csrc.bindings import MAX_HEAD_DIM
 from workers.csrc.build import c_library
@@ -49,7 +49,7 @@ def choose_attention(
     if device.type == "cpu" and _largest_head_dim(layers) <= MAX_HEAD_DIM:
         library = c_library(str(dtype).removeprefix("torch."))
         if library is not None:
-            leave_wrong_tiles(library, zip(layers, params, strict=False), dtype, pages, block_size)
+            disable_wrong_tiles(library, zip(layers, params, strict=False), dtype, pages, block_size)
             return CpuAttention(library, dtype, pages)
     if not isinstance(pages, PlainPages):
         log.warning("attention is slow: without the C kernels, every step decodes its pages (%s)", pages.name)

@@ -1,7 +1,7 @@
-"""Check at load that prompts attend by AMX tiles as they do by vectors, and leave the tiles otherwise.
+"""Check at load that AMX tiles compute attention of prompts as vectors do. If not, let attention use vectors.
 
 tiled_attention.c was written without a processor that has tiles. The self-check of the whole model would find wrong
-results, too, but then refuse the model, which vectors can serve.
+results, too. But it would then refuse the model, which can be served with vectors.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from workers.kv_cache.pages import KVCache, LayerShape
 
 log = logging.getLogger("servekit.worker")
 
-# As a prompt: more rows than a query group has, and seven tiles of keys, of which the last one is partly used.
+# Of the prompt: more rows than a query group has, and seven tiles of keys, of which the last one is partly used.
 NUM_TOKENS = 100
 TOLERANCE = 0.02  # relative, of each head of a token; both ways round their results to bfloat16, by up to 0.004
 _CPU = torch.device("cpu")
-_checked: set[tuple[object, ...]] = set()  # what decides how layers attend: a worker chooses its backend several times
+# The kinds of layers that passed, each by all that decides its attention. A worker chooses its backend several times.
+_checked: set[tuple[object, ...]] = set()
 
 
-def leave_wrong_tiles(
+def disable_wrong_tiles(
     library: ctypes.CDLL,
     layers: Iterable[tuple[LayerShape, AttentionParams]],
     dtype: torch.dtype,
     pages: PageFormat,
     block_size: int,
 ) -> None:
-    """Let no layer of the process use tiles if they give other results for one of these; log that."""
+    """Let no layer of the process use tiles if they give other results than vectors for one of `layers`; log that."""
     for shape, params in layers:
         kind = (shape, params.scale, params.window, params.softcap, params.sinks is None, dtype, pages.name, block_size)
         if kind in _checked:
@@ -44,7 +45,8 @@ def leave_wrong_tiles(
         distance = _distance_of_tiles(attention, shape, params, dtype, block_size)
         if not distance <= TOLERANCE:  # NaN fails, too
             log.warning(
-                "prompts attend by vectors, because AMX tiles give other results here (relative distance: %.2g)",
+                "attention of prompts uses vectors, because AMX tiles give other results here "
+                "(relative distance: %.2g)",
                 distance,
             )
             return
@@ -54,9 +56,9 @@ def leave_wrong_tiles(
 def _distance_of_tiles(
     attention: CpuAttention, shape: LayerShape, params: AttentionParams, dtype: torch.dtype, block_size: int
 ) -> float:
-    """Return the largest distance of a head's results by tiles from those by vectors; 0 if the layer uses no tiles.
+    """Return the largest relative distance of a head's results by tiles from those by vectors.
 
-    Tiles may be used afterwards only if it is small.
+    Returns 0 if the layer uses no tiles. Afterwards tiles are allowed only if the distance is at most TOLERANCE.
     """
     num_heads = shape.num_kv_heads if params.sinks is None else len(params.sinks)
     num_blocks = -(-NUM_TOKENS // block_size)
@@ -72,10 +74,10 @@ def _distance_of_tiles(
         return attention.attend(step, 0, queries, keys, values, params).float()
 
     by_tiles = attend()
-    attention.let_use_tiles(False)
+    attention.allow_tiles(False)
     by_vectors = attend()
     distance = float(((by_tiles - by_vectors).norm(dim=-1) / by_vectors.norm(dim=-1)).max())
-    attention.let_use_tiles(distance <= TOLERANCE)
+    attention.allow_tiles(distance <= TOLERANCE)
     return distance
 
 

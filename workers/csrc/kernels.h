@@ -70,10 +70,10 @@ typedef struct {
 void rotate_store_and_attend(const layer_pages *pages, const attention_metadata *metadata, scalar *qkv,
                              const rotation *rotation, const head_norms *norms, scalar *output);
 
-/* Whether prompts attend by AMX tiles in such a layer. The first call asks Linux for the right to use them. */
+/* Whether AMX tiles compute attention of prompts in such a layer. The first call asks Linux for permission. */
 int64_t attention_uses_tiles(const attention_params *params);
 
-/* Whether attention may use tiles: at first it may. All layers of the process are meant. */
+/* Say whether attention may use tiles, in all layers of the process. It may until this is called. */
 void let_attention_use_tiles(int64_t may_use);
 
 /* -- elementwise layers (layers.c) -------------------------------------------------------------------------------- */

@@ -84,7 +84,7 @@ static inline void finish_row(scalar *output, const floats *sums, floats total, 
     }
 }
 
-/* Attention of a query group of a prompt chunk by AMX tiles, if attention_uses_tiles (tiled_attention.c). */
+/* Attention of a prompt's query group by AMX tiles (tiled_attention.c). Only if attention_uses_tiles. */
 void attend_by_tiles(const query_group *group);
 
 #endif

@@ -1,9 +1,9 @@
-/* Attention of prompts by AMX tiles (tiles.h) in bfloat16, over pages where they lie.
+/* Attention of prompts by AMX tiles (tiles.h) in bfloat16. Pages are read in place.
 
-   The layout of pages (paged_attention.c) is the one that tiles are loaded from. 32 dimensions of the keys of 16 tokens
-   are 16 rows of 64 bytes, and so are 16 dimensions of the values of 32 tokens, if the two tiles of these tokens follow
-   each other in memory. Where they do not, values are copied, once for all rows of a query group. Products of 16 tokens
-   would need no copy, but tiles of another shape, and twice as many instructions.
+   Tiles can be loaded from the layout of pages (paged_attention.c). 32 dimensions of the keys of 16 tokens are 16 rows
+   of 64 bytes. So are 16 dimensions of the values of 32 tokens, if the two tiles of these tokens follow each other in
+   memory. If they do not, values are copied, once for all rows of a query group. Products of 16 tokens would need no
+   copy, but they would need tiles of another shape, and twice as many instructions.
 
    ROWS rows are multiplied together, by two tiles of keys or of values: each tile that is loaded is used twice, and no
    sum waits for the one before it. Sums of values stay in memory, where the softmax rescales them. */
@@ -14,7 +14,7 @@
 
 #if defined(BFLOAT16) && defined(HAS_TILES)
 enum { ROWS = 2 * TILE };
-enum { INPUTS = 2 * TILE }; /* the dimensions of a query, or the tokens of a row of weights, that a tile holds */
+enum { INPUTS = 2 * TILE }; /* that a row of a tile holds: dimensions of a query, or tokens of a row of weights */
 enum { ROW_BYTES = 64 };    /* of a tile */
 #define ALIGNED __attribute__((aligned(ROW_BYTES)))
 
@@ -66,8 +66,8 @@ static __attribute__((noinline)) void weigh_strip(tile_weights (*weights)[STRIP_
             weigh(weights[r], softmax + r, sums + r * width, width, scores[0] + r, ROWS, num_tiles, to_power, NULL);
 }
 
-/* Find the values of each two tiles of a strip, one after the other in memory: where they lie, or else copied to
-   `copies`. Each tile has num_bytes bytes. */
+/* For each pair of tiles of a strip, find where their values follow each other in memory: in the pages, or otherwise in
+   `copies`, to which they are then copied. Each tile has num_bytes bytes. */
 static void pair_values(const uint8_t **pairs, uint8_t *copies, const uint8_t *const *values, int num_tiles,
                         int64_t num_bytes) {
     for (int t = 0; t < num_tiles; t += 2, copies += 2 * num_bytes) {
@@ -121,7 +121,7 @@ void attend_by_tiles(const query_group *group) {
     row_softmax softmax[num_rows];
     floats scores[STRIP_TILES][ROWS] ALIGNED;
     tile_weights weights[ROWS][STRIP_TILES] ALIGNED;
-    memset(weights, 0, sizeof weights); /* rows that do not exist have none, and their sums are not read */
+    memset(weights, 0, sizeof weights); /* for rows after the group's last one, whose sums are not read */
     for (int r = 0; r < num_rows; r++) {
         copy_query(queries + r * dim, group->query[r], dim);
         for (int64_t w = 0; w < width; w++) sums[r * width + w] = (floats){};

@@ -24,8 +24,8 @@ static inline int may_use_tiles(void) {
     return answer;
 }
 
-/* Call this between writing to memory and loading tiles, or their shape, from there. The intrinsics of GCC 12 do not say
-   that they read memory, so it might write later, or never. */
+/* Call this between writing to memory and loading tiles, or their shape, from there. The intrinsics of GCC 12 do not
+   tell the compiler that they read memory. Without this, the compiler might write later, or never. */
 static inline void finish_writing(const void *to) { __asm__ volatile("" : : "r"(to) : "memory"); }
 
 /* Shape the tiles: `first` rows in tiles 0, 1 and 4, and `second` rows in tiles 2, 3 and 5. Those of weights have

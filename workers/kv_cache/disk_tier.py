@@ -6,8 +6,8 @@ again. The checksum detects damage, but not changes on purpose: a user who may w
 So the folder is private. The checksum is XXH3 of 64 bits: CRC-32 took longer than copying the file from the page
 cache.
 
-What the kernel's page cache has of a file is read in the step's thread, directly to where it is needed. The rest is
-read by several threads.
+A file that is in the kernel's page cache is read by the step's thread, directly into the memory where it is needed
+(`read_cached`). Other files are read by several threads.
 
 Files are written by a thread, without waiting for the disk: a file that a power failure cuts off does not pass the
 check. If the disk is slower than what is stored, blocks are left out.
@@ -149,10 +149,10 @@ class DiskTier:
     def read_cached(self, keys: list[bytes], places: Iterable[list[memoryview]]) -> list[bool]:
         """Read blocks whose files are in the kernel's page cache. Returns which were read.
 
-        A block is read in parts, one behind the other in its file; `places` has the memory of each block's parts. A
-        block that is damaged, or only in part in the page cache, leaves zeros there: what is wrong may not be finite.
-        `read` tells the reason, and may still find a block that this does not. The calling thread does it alone: to
-        copy from the page cache takes less time than to wait for others.
+        A block is read in parts, one behind the other in its file; `places` has the memory of each block's parts. If a
+        block is damaged, or only a part of it is in the page cache, its memory is set to zero, because wrong bytes may
+        be numbers that are not finite. `read` may still read such a block, and logs what is wrong. The calling thread
+        does all of this: it takes less time to copy from the page cache than to wait for other threads.
         """
         with self._lock:
             are_files = [key in self._keys for key in keys]
@@ -222,6 +222,7 @@ class DiskTier:
         return were_read
 
     def _note_use(self, keys: list[bytes], were_read: list[bool]) -> None:
+        """Note that the blocks that were read are the ones used last."""
         with self._lock:
             for key, was_read in zip(keys, were_read, strict=True):
                 if was_read and key in self._keys:
@@ -302,9 +303,9 @@ class DiskTier:
         return _HEADER.pack(_MAGIC, FORMAT, self._model, key, self._block_bytes, checksum.intdigest())
 
     def _read_file(self, key: bytes, parts: list[memoryview], flags: int = 0) -> bool:
-        """Read a block's file, one part behind the other. Returns whether it is undamaged. Raises OSError."""
+        """Read a block's file into `parts`, one behind the other. Returns whether it is undamaged. Raises OSError."""
         header = bytearray(_HEADER.size)
-        # Not `_path`: to make a Path takes as long as to open the file.
+        # Without `_path`, because making a Path takes as long as opening the file.
         fd = os.open(f"{self._folder}/{key.hex()}{_SUFFIX}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # A byte more, to notice a longer file.

@@ -70,9 +70,9 @@ class OffloadingConnector:
     A row of the buffer has a block's keys and values of all layers, as they lie in the pages. Each block is written to
     the disk as soon as it is stored, so a block that is dropped from memory is still on the disk.
 
-    Blocks that are read from the disk go to memory first. Beside a CPU, those that are in the kernel's page cache do
-    not: they are read to the pages at once. The page cache is in the host's memory, too. So these blocks are not copied
-    to memory when they leave the pages either.
+    Blocks that are read from the disk go to memory first. On a CPU, those that are in the kernel's page cache do not:
+    they are read directly into the pages. The page cache is in the host's memory, too. So these blocks are not copied
+    to memory when they leave the pages, either.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, disk: DiskTier | None = None) -> None:
@@ -85,7 +85,7 @@ class OffloadingConnector:
         self._free_rows = list(range(num_blocks))
         self._dropped: list[bytes] = []  # keys that are not reported yet
         self._is_writing = disk is not None
-        self._read_to_pages: dict[int, bytes] = {}  # by block, the keys that were not read to memory
+        self._read_to_pages: dict[int, bytes] = {}  # by block, the keys that were read directly into the pages
         self._block_bytes = block_bytes(cache)
         self._buffer = _make_buffer(num_blocks, self._block_bytes, self._device)
         self._memory = list(self._buffer.numpy())  # of each row
@@ -100,14 +100,14 @@ class OffloadingConnector:
         for key, _ in plan.loads:  # so that the stores do not drop them
             self._touch(key)
         dropped = self._dropped
-        stores = [each for each in plan.stores if not self._touch(each[1]) and not self._is_in_page_cache(*each)]
+        stores = [each for each in plan.stores if not self._touch(each[1]) and not self._was_read_to_pages(*each)]
         stores = self._without_short_lived(stores, plan.loads)
         num_stored = self._store(stores, dropped)
         num_from_disk, failed = self._load(plan.loads, dropped) if plan.loads else (0, [])
         disk = self._disk
         if disk is not None:
             if plan.prefetches:
-                loaded = {key for key, _ in plan.loads}  # a sequence may be admitted in the step that it comes in
+                loaded = {key for key, _ in plan.loads}  # a sequence may be admitted in the step in which it arrives
                 disk.prefetch([key for key in plan.prefetches if key not in self._rows and key not in loaded])
             dropped += disk.take_dropped()
         reported, self._dropped = dropped[:MAX_DROPPED], dropped[MAX_DROPPED:]
@@ -143,8 +143,11 @@ class OffloadingConnector:
         self._rows.move_to_end(key)
         return True
 
-    def _is_in_page_cache(self, block: int, key: bytes) -> bool:
-        """Whether a block that leaves the pages was read from the page cache, and still has its file."""
+    def _was_read_to_pages(self, block: int, key: bytes) -> bool:
+        """Return whether a block that leaves the pages was read directly into them, and still has its file.
+
+        Forgets that it was, because another block may be in the same place afterwards.
+        """
         return self._read_to_pages.pop(block, None) == key and self._disk is not None and key in self._disk
 
     def _without_short_lived(
@@ -210,8 +213,8 @@ class OffloadingConnector:
     def _read_from_page_cache(
         self, disk: DiskTier, loads: tuple[tuple[bytes, int], ...], indices: list[int]
     ) -> list[int]:
-        """Read these loads straight to the pages, if these are the host's. Returns the indices of those that remain."""
-        if not isinstance(self._copies, _HostCopies):  # a file cannot be read to a GPU's pages
+        """Read these loads directly into the pages, if they are in host memory. Returns the indices that remain."""
+        if not isinstance(self._copies, _HostCopies):  # a file cannot be read into a GPU's pages
             return indices
         keys, blocks = [loads[index][0] for index in indices], [loads[index][1] for index in indices]
         were_read = disk.read_cached(keys, map(self._copies.parts_of, blocks))
@@ -263,7 +266,7 @@ class _HostCopies:
         self._bytes = [each.view(len(each), -1).view(torch.uint8).numpy() for each in pages]
 
     def parts_of(self, block: int) -> list[memoryview]:
-        """Return the memory of a block in the pages, for each layer's keys or values."""
+        """Return the memory of a block in the pages: one part for each layer's keys or values."""
         self._check([block])
         return [each[block].data for each in self._bytes]
 

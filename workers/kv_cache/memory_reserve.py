@@ -1,9 +1,10 @@
-"""Take the memory of the KV blocks that come next from the kernel while no step runs, on a CPU.
+"""Let the kernel allocate the memory of the next KV blocks while no step runs, on a CPU.
 
-The memory of a cache is taken page by page at first use, so that a server whose cache is mostly empty takes little. But
-the kernel clears a page when it is taken, and a virtual machine first gets it from its host: 5 ms for 2 MiB were
-measured, where a prompt of 512 tokens of a model of 88 million weights takes 90 ms and writes 6 MiB. So some blocks
-beyond those that were used have their memory already. What a worker that is never idle uses is taken at first use.
+The kernel allocates the memory of a cache page by page, at first use, so a server whose cache is mostly empty uses
+little memory. But it clears each page that it allocates, and a virtual machine may first have to get the page from its
+host. 5 ms for 2 MiB were measured, where a prompt of 512 tokens of a model of 88 million weights takes 90 ms and writes
+6 MiB. So the memory of some blocks beyond those that were used is allocated ahead. In a worker that is never idle, all
+memory is allocated at first use.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor
 from workers.kv_cache.pages import KVCache
 
 RESERVED_BYTES = 2**28  # beyond the blocks that were used
-PIECE_BYTES = 2**21  # taken at once: a huge page. A step that begins meanwhile may wait for it
-IDLE_S = 0.1  # the worker is idle when no step has run for so long; it is also how often the thread looks
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; makes pages present and leaves what is in them
+PIECE_BYTES = 2**21  # allocated at once: a huge page. A step that begins meanwhile may wait for it
+IDLE_S = 0.1  # a worker is idle if no step has run for so long; it is also how often the thread looks
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; allocates pages, and keeps the contents of those that are there
 
 
 class MemoryReserve:
-    """The memory of a cache's first blocks, some more than were used."""
+    """Memory that is allocated for blocks of a cache beyond those that were used."""
 
     def __init__(self, cache: KVCache, count_used: Callable[[], int]) -> None:
-        """`count_used` returns the number of blocks at the cache's start of which some are, or were, in use."""
+        """`count_used` returns how many blocks from the cache's start on were used, the last of these included."""
         self._count_used = count_used
         self._tensors = (*cache.keys, *cache.values)
         self._num_blocks = cache.num_blocks
@@ -36,7 +37,7 @@ class MemoryReserve:
         largest_block = max(tensor[0].nbytes for tensor in self._tensors)
         self._num_at_once = max(1, PIECE_BYTES // largest_block)
         self._end = 0  # blocks before this one were used, or have memory, or are among the pieces
-        self._pieces: Iterator[tuple[int, int]] = iter(())
+        self._pieces: Iterator[tuple[int, int]] = iter(())  # that come next: address and number of bytes
 
     def start(self, is_idle: Callable[[], bool]) -> None:
         """Refill the reserve in a thread, whenever the worker is idle."""
@@ -47,7 +48,7 @@ class MemoryReserve:
             time.sleep(IDLE_S)
 
     def refill(self, is_idle: Callable[[], bool]) -> bool:
-        """Take memory until the reserve is full or the worker is not idle. Returns False if the kernel gives none."""
+        """Allocate memory until the reserve is full, or the worker is not idle. Returns False if the kernel refuses."""
         while is_idle():
             piece = next(self._pieces, None)
             if piece is not None:
@@ -64,7 +65,7 @@ class MemoryReserve:
 
 
 def _pieces_of(blocks: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the address and length of pieces, in whole pages, that together hold these blocks."""
+    """Yield the pieces that together hold these blocks, in whole pages: address and number of bytes."""
     first = blocks.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = blocks.data_ptr() + blocks.nbytes
     for address in range(first, end, PIECE_BYTES):
@@ -73,7 +74,10 @@ def _pieces_of(blocks: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _populate(address: int, num_bytes: int) -> bool:
-    """Make pages present. What is in them stays, whatever other threads write to them meanwhile."""
+    """Allocate the pages that are not there yet, and return whether the kernel did. Contents of pages do not change.
+
+    Other threads may write to the pages meanwhile.
+    """
     error: int = _madvise(address, num_bytes, _MADV_POPULATE_WRITE)
     return error == 0
 

@@ -92,8 +92,8 @@ class Drafter:
 
     The order is: `begin`; `commit` for each sequence of which more became known; `prepare` and `propose`, if a sequence
     wants drafts; then the model's forward pass and the choice of tokens; `observe`, if the drafter reads hidden states;
-    and `compute_prompts`. Tokens of steps without drafts are committed when the sequence wants drafts again, so between
-    a step and the `commit` of its tokens there may be several steps.
+    and `compute_prompts`. Tokens of steps without drafts are committed when the sequence wants drafts again. So there
+    may be several steps between a step and the `commit` of its tokens.
 
     Subclasses override what they need; the other methods do nothing.
     """

@@ -41,9 +41,8 @@ class _Progress:
     # The row that its newest token comes from was deferred, or failed. Until the manager sends known tokens, there is
     # no token for the chunks after it, and their samples are ignored.
     is_stalled: bool = False
-    # The drafter knows the tokens before this position. Those of steps without drafts wait here until it is asked.
-    num_told: int = 0
-    untold: list[int] = field(default_factory=list)
+    num_told: int = 0  # the drafter knows the tokens before this position
+    untold: list[int] = field(default_factory=list)  # tokens after these, which the drafter gets when it is next asked
 
     @property
     def is_constrained(self) -> bool:
@@ -101,8 +100,8 @@ class Speculator:
     def resolve(self, plan: StepPlan) -> StepPlan:
         """Read the plan's news, and return the plan with the true beginning and the drafts of each chunk.
 
-        Afterwards the token table and the block tables have all that is new, drafts included. A plan that tells no
-        tokens and has no drafts is its own resolved plan, which is most of them while no drafts pay.
+        Afterwards the token table and the block tables have all that is new, drafts included. A plan without known
+        tokens and drafts is its own resolved plan. Most plans are of this kind while drafts do not pay.
         """
         self._table.update(plan)
         for assignment in plan.slot_assignments:
@@ -122,9 +121,9 @@ class Speculator:
         return StepPlan(plan.epoch, plan.step_id, (), tuple(chunks))
 
     def _find_plain(self, plan: StepPlan) -> list[_Progress] | None:
-        """Return what is known of each chunk's sequence, if all chunks only compute the newest token.
+        """Return the progress of each chunk's sequence, if all chunks only compute the newest token, without drafts.
 
-        Each of them begins where the manager expects it. None for any other plan.
+        Each of them must begin where the manager expects it. Returns None for any other plan.
         """
         found = []
         for chunk in plan.chunks:
@@ -160,12 +159,13 @@ class Speculator:
                 self._tell(chunk.slot, chunk.start, chunk.token_ids)
 
     def _tell(self, slot: int, start: int, token_ids: tuple[int, ...]) -> None:
-        """Tell the drafter tokens of a sequence, after those that it has not been told yet."""
+        """Tell the drafter these tokens of a sequence, and before them those that it has not been told yet."""
         self._tell_untold(slot)
         self.drafter.commit(slot, start, token_ids)
         self._progress[slot].num_told = start + len(token_ids)
 
     def _tell_untold(self, slot: int) -> None:
+        """Tell the drafter the tokens of a sequence that it has not been told yet."""
         progress = self._progress[slot]
         if progress.untold:
             self.drafter.commit(slot, progress.num_told, tuple(progress.untold))
@@ -267,7 +267,10 @@ class Speculator:
         return step
 
     def _advance(self, plan: StepPlan, invalid_rows: Collection[int]) -> list[_Progress | None]:
-        """Note how far each sequence is after a step. Returns what is known of each chunk that samples."""
+        """Note how far each sequence is after a step. Returns the progress for each chunk that samples.
+
+        It is None for a chunk whose tokens are to be ignored.
+        """
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         found: list[_Progress | None] = []
         row = 0

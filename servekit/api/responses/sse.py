@@ -6,8 +6,8 @@ all streams share one keep-alive timer. With thousands of streams this saves a t
 docs/performance.md has the figures, and `make bench-streams` repeats them. Other streams (the live feed) use
 sse-starlette.
 
-Almost all events are written by a callback, without resuming the task: it only waits for the first and the last
-token, for a client that does not read, and for what is not a token.
+Almost all events are written by a callback of the event loop. The task is resumed only when a sequence ends, when the
+client does not read what it gets, and for what is not a token.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class EventStream(Response):
             self._state.abort()
 
     async def _stream(self, send: Send) -> bytes:
-        """Send all events but the last ones, which are returned: the end of the stream is sent with them."""
+        """Send all events but the last ones. Returns these, so that the end of the stream is in the same write."""
         state, queue, keep_alive = self._state, self._state.queue, self._keep_alive
         times = state.request.times
         write_now = None if self._writer is None else self._write_now
@@ -159,7 +159,10 @@ class EventStream(Response):
         return written + self._format.last_events()
 
     def _write_now(self, deltas: list[TokenDelta]) -> bool:
-        """Write events at once. Returns False, and does nothing, if a sequence ends or the client does not read."""
+        """Write the events of these tokens at once, and return True.
+
+        Returns False, and writes nothing, if a sequence ends or the client does not read.
+        """
         writer = self._writer
         assert writer is not None
         if not writer.is_ready:
@@ -174,6 +177,7 @@ class EventStream(Response):
         return True
 
     def _events(self, deltas: list[TokenDelta]) -> bytes:
+        """Return the bytes of these tokens' events."""
         if len(deltas) == 1:  # as almost always, with an interval of 1 and a reader that keeps up
             return self._format.events(deltas)
         return b"".join(map(self._format.events, split_into_events(deltas, self._state.interval)))

@@ -1,4 +1,4 @@
-"""Claims about real transfers with NIXL: blocks come as they were, or over TCP, or not at all; nothing waits long."""
+"""Claims about real transfers with NIXL: blocks come undamaged, or over TCP, or not at all, and nothing waits long."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ sys.stdin.read()
 sender.close()
 source.close()
 """
-TCP_ONLY = "tcp,self"  # as between machines without RDMA; by default, UCX has faster ways on one machine
+TCP_ONLY = "tcp,self"  # as between machines without RDMA; by default, UCX uses faster transports on one machine
 
 
 class NixlPair(Pair):
@@ -108,9 +108,9 @@ class Process(Pair):
         self.readers.close()
 
 
-@pytest.fixture(params=[None, TCP_ONLY], ids=["any way", "TCP"])
+@pytest.fixture(params=[None, TCP_ONLY], ids=["any transport", "TCP"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let UCX take any way between two processes, or only the one between machines without RDMA."""
+    """Let UCX use any transport between two processes, or only that between machines without RDMA."""
     if request.param is not None:
         monkeypatch.setenv("UCX_TLS", request.param)
 
@@ -155,7 +155,7 @@ def test_keys_and_places_come_through_tls(certificate: tuple[str, str]) -> None:
 @again_if_late
 @pytest.mark.usefixtures("ways")
 def test_a_sender_that_is_killed_midway_loses_nothing() -> None:
-    """Whole batches that came before are used. Its successor has the others."""
+    """Whole batches that came before are used. The others come from the next process with the same blocks."""
     with closing(Process()) as pair:
         pair.source.append(*KEYS)  # 18 MB
         was_killed = threading.Event()
@@ -174,12 +174,12 @@ def test_a_sender_that_is_killed_midway_loses_nothing() -> None:
         proc.wait_until_gone(*children)
         pair.start()
         assert pair.fetch(*KEYS, port=pair.port) == KEYS
-        assert pair.receiver._readers, "with NIXL, because the lost one said nothing against it"
+        assert pair.receiver._readers, "NIXL is used: that a peer was lost is no failure of NIXL"
 
 
 @again_if_late
 def test_a_read_that_stalls_is_given_up_and_tcp_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was under way ends. UCX may abort the process that had stalled: then there is another one."""
+    """What was under way ends. UCX may abort the process that was stopped: then another one is started."""
     monkeypatch.setenv("UCX_TLS", TCP_ONLY)
     with closing(Process()) as pair:
         pair.source.append(*KEYS[:200])
@@ -221,7 +221,7 @@ def test_after_nixl_has_failed_tcp_is_used_for_a_while_and_one_line_says_so(
             assert pair.fetch(*KEYS[:90]) == KEYS[:90]
         lines = [record.message for record in caplog.records if "over TCP" in record.message]
         assert num_tries == 1 and len(lines) == 1 and "NIXL failed: there is no way to it" in lines[0]
-        pair.receiver._tcp_until_s[pair.address()] = 0.0  # the while is over
+        pair.receiver._tcp_until_s[pair.address()] = 0.0  # as if the pause was over
         assert pair.fetch(*KEYS[90:100]) == KEYS[90:100]
         assert pair.receiver._readers
 
@@ -322,7 +322,7 @@ def test_memory_that_the_peer_does_not_have_is_a_failed_read() -> None:
 
 
 @pytest.mark.parametrize("is_missing", [False, True], ids=["installed", "not installed"])
-def test_two_agents_use_it_if_they_can(
+def test_two_agents_use_nixl_if_it_is_installed(
     is_missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -54,7 +54,7 @@ def test_the_oldest_blocks_are_overwritten_and_known_to_be_lost_before_that(fd: 
     assert dropped == KEYS[: len(dropped)] and len(dropped) + len(reader) == 90
 
 
-def test_who_copies_the_memory_itself_learns_where_blocks_are_and_whether_a_copy_is_right(fd: int) -> None:
+def test_a_reader_that_copies_the_memory_itself_learns_where_blocks_are_and_what_their_sums_are(fd: int) -> None:
     writer, reader = BlockRing(fd, BLOCK_BYTES, LAYOUT, is_writer=True), BlockRing(fd, BLOCK_BYTES, LAYOUT)
     append(writer, 1, 2, 3)
     reader.refresh()

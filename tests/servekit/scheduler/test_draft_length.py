@@ -88,7 +88,7 @@ def observe(
 
 @cache
 def _decoding(index: int) -> Sequence:
-    """A sequence of a step. Steps share it, because nothing but its incarnation is read, and making one takes time."""
+    """Return a sequence of a step. Steps share it: only its incarnation is read, and making one takes time."""
     return make_sequence(index)
 
 

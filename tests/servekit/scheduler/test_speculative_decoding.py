@@ -70,7 +70,7 @@ def chunks_of(driver: Driver) -> list[ScheduledChunk]:
 
 
 def with_drafts_in_flight(max_steps_in_flight: int, step_s: float) -> Driver:
-    """A driver whose newest step has drafts of two sequences; any step is expected to take `step_s`."""
+    """Return a driver whose newest step has drafts of two sequences. Each step is expected to take `step_s`."""
     manager = make_manager(max_drafts=2, max_steps_in_flight=max_steps_in_flight, num_blocks=24)
     manager.draft_lengths.times.restore([1], [step_s], [1.0], 0.0)
     driver = Driver(manager)
@@ -108,7 +108,7 @@ def test_a_request_that_comes_during_a_long_step_with_drafts_is_in_the_next_step
         (2, 10e-3, "long_speculative_step"),
         (3, 10e-3, "long_speculative_step"),
         (2, 1e-3, "max_steps_in_flight"),  # such short steps are not awaited
-        (1, 10e-3, "max_steps_in_flight"),  # which lets each step be awaited
+        (1, 10e-3, "max_steps_in_flight"),  # each step is awaited, with drafts or without
     ],
 )
 def test_a_request_that_comes_during_a_step_with_drafts_is_told_why_its_own_is_not_planned(

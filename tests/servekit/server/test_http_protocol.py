@@ -34,7 +34,7 @@ class Service:
         self.refusals: list[str] = []
         self.scopes: list[Scope] = []
         self.bodies: list[bytes] = []
-        self.was_ready: list[bool] = []  # of the writer of /written: before the head, each time after it, at the end
+        self.was_ready: list[bool] = []  # of the writer of /written: before the head, for each part, and at the end
         self.has_disconnected = asyncio.Event()
         self.may_end = asyncio.Event()
         self.state = ServerState()

@@ -1,4 +1,4 @@
-"""Prompts attend by AMX tiles as exactly as by vectors, and not by tiles of a processor that computes wrongly."""
+"""AMX tiles compute attention of prompts as exactly as vectors, and are not used if they compute wrongly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE, PARAMS = LayerShape(2, 64, 64), AttentionParams(0.2)
 def attention() -> Iterator[CpuAttention]:
     found = CpuAttention(emulated_attention(), torch.bfloat16, PLAIN)
     yield found
-    found.let_use_tiles(True)
+    found.allow_tiles(True)
 
 
 def uses_tiles(attention: CpuAttention, shape: LayerShape = SHAPE) -> bool:
@@ -67,9 +67,9 @@ def test_results_are_as_near_to_those_in_float64_as_without_tiles(
         return (torch.cat(case.run(case.attend)).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
 
     by_tiles = distances()
-    attention.let_use_tiles(False)
+    attention.allow_tiles(False)
     by_vectors = distances()
-    assert not torch.equal(by_tiles, by_vectors), "there is nothing to compare"
+    assert not torch.equal(by_tiles, by_vectors), "tiles were not used"
     assert by_tiles.mean() <= 1.01 * by_vectors.mean()
     assert by_tiles.max() <= 1.2 * by_vectors.max()
 
@@ -101,7 +101,7 @@ def test_tiles_that_compute_rightly_pass_the_check(
 
 
 @pytest.mark.usefixtures("_nothing_checked")
-def test_tiles_that_compute_wrongly_are_left_with_one_line_in_the_log(
+def test_tiles_that_compute_wrongly_are_not_used_and_one_line_of_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = "-DFORGOTTEN_BYTES=2"
@@ -109,8 +109,8 @@ def test_tiles_that_compute_wrongly_are_left_with_one_line_in_the_log(
         chosen, again = choose(monkeypatch, wrong), choose(monkeypatch, wrong)
     assert not uses_tiles(chosen) and not uses_tiles(again)
     (record,) = caplog.records
-    assert "prompts attend by vectors, because AMX tiles give other results here" in record.message
+    assert "attention of prompts uses vectors, because AMX tiles give other results here" in record.message
     LongPrompts((chosen, torch.bfloat16)).assert_right()
-    chosen.let_use_tiles(True)
+    chosen.allow_tiles(True)
     with pytest.raises(AssertionError):
         LongPrompts((chosen, torch.bfloat16)).assert_right()

@@ -1,4 +1,4 @@
-/* tiled_attention.c for a processor with AMX, as it is compiled for one. See trapped_tiles.c. */
+/* tiled_attention.c as it is compiled for a processor with AMX. See trapped_tiles.c. */
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -74,9 +74,9 @@ def with_files(
 
 @pytest.fixture
 def with_page_cache(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Return a function that tells how many bytes of a file the kernel has in its page cache; None stands for all.
+    """Return a function that sets how many bytes of each file are in the page cache; None stands for all.
 
-    Not every file system can be asked.
+    It replaces the kernel's answer, because not every file system can tell.
     """
     read = os.preadv
 
@@ -209,7 +209,7 @@ def test_blocks_that_cannot_be_read_leave_the_others_whole_and_their_memory_free
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.usefixtures("with_page_cache")
-def test_a_block_whose_file_is_in_the_page_cache_is_read_to_the_pages_at_once(
+def test_a_block_whose_file_is_in_the_page_cache_is_read_directly_into_the_pages(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     cache, disk, connector = with_files(tmp_path, num_rows=2, num_files=4, dtype=dtype)
@@ -315,7 +315,7 @@ def test_blocks_of_waiting_sequences_are_read_ahead_unless_they_are_in_memory(tm
 def test_what_the_same_step_loads_is_not_read_ahead(tmp_path: Path) -> None:
     _, disk, connector = with_files(tmp_path, num_rows=1, num_files=4)
     connector.transfer(replace(plan(loads=((0, 5), (1, 6))), prefetches=(KEYS[0], KEYS[1], KEYS[2])))
-    assert list(disk._prefetched) == [KEYS[2]], "a sequence may be admitted in the step that it comes in"
+    assert list(disk._prefetched) == [KEYS[2]], "a sequence may be admitted in the step in which it arrives"
 
 
 def test_the_copies_before_one_that_fails_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

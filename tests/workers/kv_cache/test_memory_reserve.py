@@ -1,4 +1,4 @@
-"""The KV blocks that come next have memory before a step writes to them, and not more of them than the reserve."""
+"""The next KV blocks have memory before a step writes to them, and not more of them than the reserve holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> KVCache:
     monkeypatch.setattr(memory_reserve, "PIECE_BYTES", 4 * BLOCK_BYTES)
     shape = (BLOCK_BYTES // 4,)
     cache = KVCache(layers, lambda *_: (shape, shape), NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
-    for tensor in (*cache.keys, *cache.values):  # small pages, so that it can be said which blocks have memory
+    for tensor in (*cache.keys, *cache.values):  # small pages, so that each block has memory of its own
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         no_huge_pages = 15
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(tensor.nbytes - mmap.PAGESIZE), no_huge_pages)
@@ -56,14 +56,14 @@ def test_an_idle_worker_takes_the_memory_of_the_blocks_that_come_next(cache: KVC
     assert all(blocks_with_memory(tensor) == list(range(RESERVED_BLOCKS + 40)) for tensor in tensors)
     num_used = NUM_BLOCKS
     assert reserve.refill(lambda: True)
-    assert len(blocks_with_memory(tensors[0])) == RESERVED_BLOCKS + 40, "the others were used, and got theirs by that"
+    assert len(blocks_with_memory(tensors[0])) == RESERVED_BLOCKS + 40, "the others got their memory by being used"
 
 
 def test_it_stops_when_a_step_begins_and_goes_on_later(cache: KVCache) -> None:
     answers = iter([True, True, False, *[True] * 1000])
     reserve = MemoryReserve(cache, lambda: 0)
     tensors = (*cache.keys, *cache.values)
-    _, *others = map(blocks_with_memory, tensors)  # the heap may give memory that was used before
+    _, *others = map(blocks_with_memory, tensors)  # not always none: the heap may give memory that was used before
     assert reserve.refill(lambda: next(answers))
     assert blocks_with_memory(tensors[0]) == [0, 1, 2, 3]
     assert [blocks_with_memory(tensor) for tensor in tensors[1:]] == others, "the second answer, one piece"

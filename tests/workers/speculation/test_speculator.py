@@ -269,7 +269,7 @@ def test_steps_ahead_without_drafts_are_resolved_before_their_tokens_are_read() 
     assert all(step.result is None for step in steps)
     assert harness.speculator.settle(steps[2]).token_ids == (42,)  # reads those before it, too
     assert harness.speculator.settle(steps[0]).token_ids == (40,)
-    harness.step(decode(6, 1), drawn=(50, 51))  # only now the drafter is asked
+    harness.step(decode(6, 1), drawn=(50, 51))  # only this step asks the drafter
     assert harness.drafter.committed == [(1, 0, PROMPT), (1, 3, (20, 40, 41, 42)), (1, 7, (50,))]
 
 
