@@ -27,6 +27,7 @@ DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 UNIT = (DEPLOY / "servekit.service").read_text()
 IMAGE = (DEPLOY / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
 DEPLOYMENT, SERVICE = (
     next(each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text()) if each["kind"] == kind)
     for kind in ("Deployment", "Service")
@@ -239,6 +240,24 @@ def test_the_examples_agree_on_names_ports_and_users() -> None:
     assert f"EXPOSE {container['ports'][0]['containerPort']}" in IMAGE
     assert container["ports"][0]["containerPort"] == DEFAULTS.port
     assert f"USER {pod['spec']['securityContext']['fsGroup']}" in IMAGE
+
+
+def test_docker_compose_starts_a_server_that_prometheus_scrapes_and_grafana_shows() -> None:
+    services = COMPOSE["services"]
+    assert {service["network_mode"] for service in services.values()} == {"host"}
+    server, built = services["servekit"], services["servekit"]["build"]
+    assert (DEPLOY / built["context"] / built["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+    assert built["target"] in stages() and f"ARG {[*built['args']][0]}" in stages()["build"]
+    assert set(server["environment"]) <= {setting.environment_name for setting in settings()}
+    (volume,) = server["volumes"]  # the user's home in the image is theirs, and so is a volume that is new there
+    assert f"WORKDIR {volume.split(':')[1]}\n" in IMAGE and volume.split(":")[0] in COMPOSE["volumes"]
+    assert float(server["stop_grace_period"].removesuffix("s")) >= DEFAULTS.shutdown_timeout + 10
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert scraped[0]["static_configs"] == [{"targets": [f"{server['environment']['SERVEKIT_HOST']}:{DEFAULTS.port}"]}]
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    assert f"--web.listen-address={source['url'].removeprefix('http://')}" in services["prometheus"]["command"]
+    for name in ("prometheus", "grafana"):
+        assert all((DEPLOY / volume.split(":")[0]).exists() for volume in services[name]["volumes"])
 
 
 def stages() -> dict[str, str]:

@@ -25,10 +25,13 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> KVCache:
     monkeypatch.setattr(memory_reserve, "PIECE_BYTES", 4 * BLOCK_BYTES)
     shape = (BLOCK_BYTES // 4,)
     cache = KVCache(layers, lambda *_: (shape, shape), NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
-    for tensor in (*cache.keys, *cache.values):  # small pages, so that each block has memory of its own
+    no_huge_pages, give_back = 15, 4
+    for tensor in (*cache.keys, *cache.values):
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        no_huge_pages = 15
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(tensor.nbytes - mmap.PAGESIZE), no_huge_pages)
+        pages = ctypes.c_void_p(first), ctypes.c_size_t(tensor.nbytes - mmap.PAGESIZE)
+        # Small pages, so that each block has memory of its own; and none yet: the heap may give what was used before.
+        ctypes.CDLL(None).madvise(*pages, no_huge_pages)  # fails if the kernel has none
+        assert ctypes.CDLL(None).madvise(*pages, give_back) == 0
     return cache
 
 
