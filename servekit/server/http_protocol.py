@@ -25,6 +25,7 @@ import struct
 import sys
 import termios
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -575,23 +576,29 @@ class _WithoutChunks:
 
 
 class _ChunkWriter:
-    """A BodyWriter that writes parts as chunks, as uvicorn does."""
+    """A BodyWriter that writes parts as chunks, as uvicorn does.
+
+    The cycle has the request's scope, which has the writer. So the writer's reference to the cycle is weak. Otherwise
+    only the garbage collector would free a request, and it hardly ever looks at old objects (GC_THRESHOLDS).
+    """
 
     __slots__ = ("_cycle",)
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)
 
     @property
     def is_ready(self) -> bool:
         """Whether the answer is in chunks, and uvicorn would write the next one without waiting."""
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding) and not (
-            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
-        )
+        cycle = self._cycle()
+        if cycle is None or not cycle.chunked_encoding:
+            return False
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, part: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        cycle = self._cycle()
+        assert cycle is not None, "the request is answered"
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _LingeringTransport:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import struct
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
@@ -579,3 +581,22 @@ async def test_nothing_is_written_at_once_to_a_client_that_knows_no_chunks() -> 
         writer.write(b"GET /written HTTP/1.0\r\n\r\n")
         assert (await reader.read()).partition(b"\r\n\r\n")[2] == b"sent"
         assert service.was_ready == [False] * 3
+
+
+async def test_a_request_that_is_answered_is_freed_without_the_garbage_collector() -> None:
+    """It hardly ever looks at old objects, so what is in a circle of references takes memory for long."""
+    async with serving() as service:
+        reader, writer = await service.connect()
+        gc.disable()
+        try:
+            writer.write(head("/late", 0))
+            await until(lambda: len(service.scopes) == 1)
+            cycle = weakref.ref(service.connections[0].cycle)
+            service.may_end.set()
+            await reader.readuntil(b"refused")
+            writer.write(head("/refuse", 0))  # the connection keeps its last request
+            await reader.readuntil(b"refused")
+            service.scopes.clear()
+            await until(lambda: cycle() is None)
+        finally:
+            gc.enable()
