@@ -8,7 +8,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -179,38 +180,39 @@ class BlockSender:
 
     def _serve(self, connection: TransferSocket) -> None:
         """Answer requests until the connection ends. Raises OSError, EOFError or ValueError."""
-        num_reads = 0  # answers whose blocks the peer reads with NIXL
+        readings: deque[object] = deque()  # of answers whose blocks the peer reads with NIXL, the oldest first
         try:
             while True:
-                payload = connection.receive(time.monotonic() + (READ_TIMEOUT_S if num_reads else IDLE_TIMEOUT_S))
+                payload = connection.receive(time.monotonic() + (READ_TIMEOUT_S if readings else IDLE_TIMEOUT_S))
                 request = msgspec.msgpack.decode(payload, type=RequestBlocks | BlocksRead)
                 if isinstance(request, RequestBlocks):
-                    num_reads += self._answer(connection, request)
-                elif num_reads:
-                    num_reads -= 1
-                    self._end_reads(1)
+                    self._answer(connection, request, readings)
+                elif readings:
+                    self._end_reads([readings.popleft()])
         finally:
-            self._end_reads(num_reads)
+            self._end_reads(readings)
 
-    def _answer(self, connection: TransferSocket, request: RequestBlocks) -> bool:
-        """Answer a request. Returns whether the peer reads the blocks itself. Raises OSError or ValueError."""
+    def _answer(self, connection: TransferSocket, request: RequestBlocks, readings: deque[object]) -> None:
+        """Answer a request. Raises OSError or ValueError.
+
+        If the peer reads the blocks itself, `readings` has that read then, also if the answer could not be sent.
+        """
         ends_s = time.monotonic() + SEND_TIMEOUT_S
         # A peer may have some of the ranks only, if these are on several machines.
         rings = [self._rings[layout] for layout in request.layouts if layout in self._rings]
         if len(rings) < len(request.layouts):
             refusal = "it stores keys and values in another way: both need the same model, data types and devices"
             connection.send(msgspec.msgpack.encode(BlocksFound(refusal=refusal)), ends_s=ends_s)
-            return False
+            return
         if len(request.keys) > num_keys_at_once(request.layouts):
             raise ValueError(f"it asked for {len(request.keys)} blocks at once, which are too many for one frame")
-        if request.by_nixl and (located := self._locate(request.keys, rings)) is not None:
+        if request.by_nixl and (located := self._locate(request.keys, rings, readings)) is not None:
             connection.send(msgspec.msgpack.encode(located), ends_s=ends_s)
-            return located.in_memory is not None
+            return
         keys, parts = self._find(request.keys, rings)
         connection.send(msgspec.msgpack.encode(BlocksFound(keys)), ends_s=ends_s)
         if keys:
             connection.send(*parts, ends_s=ends_s)
-        return False
 
     def _find(self, wanted: Sequence[Key], rings: Sequence[BlockRing]) -> tuple[tuple[Key, ...], list[memoryview]]:
         """Return those of the keys that all of the ranks have, and the parts of their blocks, rank by rank."""
@@ -226,10 +228,11 @@ class BlockSender:
             parts.append(np.ascontiguousarray(sent[:, : ring.block_bytes]).data.cast("B"))
         return tuple(key for key, is_sent in zip(keys, is_found.tolist(), strict=True) if is_sent), parts
 
-    def _locate(self, wanted: Sequence[Key], rings: Sequence[BlockRing]) -> BlocksFound | None:
+    def _locate(self, wanted: Sequence[Key], rings: Sequence[BlockRing], readings: deque[object]) -> BlocksFound | None:
         """Return those of the keys that all of the ranks have, and where the parts of their blocks are.
 
-        The peer may then read them, until `_end_reads`. Returns None if NIXL cannot be used.
+        The peer may then read them, until `_end_reads` gets what is appended to `readings`. Returns None if NIXL cannot
+        be used.
         """
         if self._nixl is None:
             return None
@@ -252,14 +255,14 @@ class BlockSender:
         found = tuple(key for key, is_sent in zip(keys, is_found.tolist(), strict=True) if is_sent)
         if not found:
             return BlocksFound()
-        self._nixl.begin()
+        readings.append(self._nixl.begin())
         return BlocksFound(found, in_memory=BlocksInMemory(metadata, tuple(addresses), tuple(sums)))
 
-    def _end_reads(self, number: int) -> None:
-        """Note that the peer no longer reads the blocks of so many answers."""
-        for _ in range(number):
+    def _end_reads(self, readings: Iterable[object]) -> None:
+        """Note that the peer no longer reads the blocks of these answers."""
+        for reading in readings:
             if self._nixl is not None:
-                self._nixl.end()
+                self._nixl.end(reading)
 
 
 def _present(wanted: Sequence[Key], rings: Sequence[BlockRing]) -> list[Key]:

@@ -54,7 +54,10 @@ class _Process:
 
     def __init__(self, role: str, fds: Sequence[int]) -> None:
         """Start it with this memory, as `source` or `reader`. Raises NixlFailed."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise NixlFailed(f"its process did not start: {error.strerror}") from error
         with theirs:
             command = [sys.executable, "-P", "-m", "servekit.joining.nixl_process", role, str(theirs.fileno())]
             try:
@@ -158,13 +161,17 @@ class NixlSource:
                 self._metadata, self._first_rows = msgspec.msgpack.decode(answer, type=tuple[bytes, list[int]])
             return self._metadata, self._first_rows
 
-    def begin(self) -> None:
-        """Let peers read, until `end` has been called as often as this."""
-        self._tell(BEGIN)
+    def begin(self) -> object:
+        """Let peers read, until `end` gets what this returns."""
+        with self._lock:
+            self._tell(BEGIN)
+            return self._process
 
-    def end(self) -> None:
+    def end(self, reading: object) -> None:
         """End what one call of `begin` has begun."""
-        self._tell(END)
+        with self._lock:
+            if reading is self._process:  # otherwise it has ended, and its successor was not told of this read
+                self._tell(END)
 
     def close(self) -> None:
         """End all reads. Idempotent."""
@@ -179,8 +186,8 @@ class NixlSource:
             raise NixlFailed("the worker ends")
 
     def _tell(self, message: bytes) -> None:
-        with self._lock, contextlib.suppress(NixlFailed):  # the peer notices that its read has failed
-            if self._process is not None:
+        if self._process is not None:
+            with contextlib.suppress(NixlFailed):  # the peer notices that its read has failed
                 self._process.send(message)
 
     def _end(self) -> None:
@@ -196,7 +203,10 @@ class NixlReader:
         """Start its process, and do not wait for it. Raises NixlFailed."""
         self.metadata = b""  # of its peer
         self._bytes = np.empty(0, np.uint8)
-        (self._fd,) = open_memory(["nixl"], 0)
+        try:
+            (self._fd,) = open_memory(["nixl"], 0)
+        except OSError as error:
+            raise NixlFailed(f"there is no file for its memory: {error.strerror}") from error
         try:
             self._process = _Process("reader", [self._fd])
         except NixlFailed:
@@ -213,8 +223,11 @@ class NixlReader:
         From then on, `read` reads from the peer with this metadata. `check` is called during the wait, and may raise.
         Raises NixlFailed.
         """
-        os.ftruncate(self._fd, num_bytes)
-        self._bytes = np.frombuffer(mmap.mmap(self._fd, num_bytes, prot=mmap.PROT_READ), np.uint8)
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            self._bytes = np.frombuffer(mmap.mmap(self._fd, num_bytes, prot=mmap.PROT_READ), np.uint8)
+        except OSError as error:
+            raise NixlFailed(f"there is no memory for what it reads: {error.strerror}") from error
         self.metadata = metadata
         self._process.order(b"sized", time.monotonic() + START_TIMEOUT_S, check)
 

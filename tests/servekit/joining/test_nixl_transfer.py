@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from servekit.joining import block_exchange, block_receiver
+from servekit.joining import block_exchange, block_receiver, nixl_transfer
 from servekit.joining.block_exchange import BlockExchange
 from servekit.joining.block_receiver import BlockReceiver
 from servekit.joining.block_sender import BlockSender
 from servekit.joining.credentials import server_tls, worker_tls
+from servekit.joining.nixl_process import BEGIN, END
 from servekit.joining.nixl_transfer import NixlFailed, NixlReader, NixlReaders, NixlSource, has_nixl
 from servekit.joining.transfer_settings import TransferSettings
+from servekit.protocol.kv_transfer import RequestBlocks
 from servekit.protocol.messages import BlocksFetched, FetchBlocks
 from tests.servekit.joining.test_block_exchange import (
     ENOUGH_S,
@@ -342,3 +348,90 @@ def test_two_agents_use_nixl_if_it_is_installed(
     assert caplog.text.count("it is not installed (pip install 'servekit[nixl]')") == 2 * is_missing
     for exchange in exchanges:
         exchange.close()
+
+
+class NotedProcess:
+    """In place of the process of a source: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[bytes] = []
+        self.has_ended = False
+
+    def order(self, message: bytes, ends_s: float, check: Callable[[], None]) -> bytes:
+        return msgspec.msgpack.encode((b"metadata", [0] * 8))
+
+    def send(self, message: bytes) -> None:
+        self.told.append(message)
+
+    def kill(self) -> None:
+        self.has_ended = True
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[NotedProcess]:
+    """Those that sources start."""
+    started: list[NotedProcess] = []
+
+    def start(*_: object) -> NotedProcess:
+        started.append(NotedProcess())
+        return started[-1]
+
+    monkeypatch.setattr(nixl_transfer, "_Process", start)
+    return started
+
+
+def test_the_end_of_a_read_is_not_told_to_the_successor_of_the_process_that_had_it(
+    processes: list[NotedProcess],
+) -> None:
+    """It would count one read less than there are, and not answer while its own only one is under way."""
+    source = NixlSource([])
+    source.metadata()
+    lost = source.begin()
+    processes[0].has_ended = True
+    source.metadata()
+    reading = source.begin()
+    source.end(lost)
+    assert processes[1].told == [BEGIN]
+    source.end(reading)
+    assert processes[0].told == [BEGIN] and processes[1].told == [BEGIN, END]
+    source.close()
+
+
+class LostPeer:
+    """The connection to a peer that asks for blocks, and is gone when the answer is sent."""
+
+    def __init__(self, request: RequestBlocks) -> None:
+        self._request = request
+
+    def receive(self, ends_s: float) -> bytes:
+        return msgspec.msgpack.encode(self._request)
+
+    def send(self, *payload: bytes, ends_s: float) -> None:
+        raise BrokenPipeError
+
+
+def test_a_peer_that_is_gone_before_its_answer_leaves_no_read_under_way(processes: list[NotedProcess]) -> None:
+    """Otherwise the process with the blocks would look for its messages for ever."""
+    with closing(Pair()) as pair:
+        pair.source.append(KEYS[0])
+        source = pair.sender._nixl = NixlSource([])
+        request = RequestBlocks(tuple(pair.sender._rings), (KEYS[0],), by_nixl=True)
+        with pytest.raises(BrokenPipeError):
+            pair.sender._serve(LostPeer(request))  # type: ignore[arg-type]
+        assert processes[0].told == [BEGIN, END]
+        source.close()
+
+
+@pytest.mark.parametrize("what", ["socketpair", "open_memory"])
+def test_where_no_file_can_be_opened_nixl_has_failed_so_that_tcp_is_used(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket if what == "socketpair" else nixl_transfer, what, fail)
+    with pytest.raises(NixlFailed, match=os.strerror(errno.EMFILE)):
+        NixlReader()
