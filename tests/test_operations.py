@@ -247,7 +247,7 @@ def test_docker_compose_starts_a_server_that_prometheus_scrapes_and_grafana_show
     assert {service["network_mode"] for service in services.values()} == {"host"}
     server, built = services["servekit"], services["servekit"]["build"]
     assert (DEPLOY / built["context"] / built["dockerfile"]).samefile(DEPLOY / "Dockerfile")
-    assert built["target"] in stages() and f"ARG {[*built['args']][0]}" in stages()["build"]
+    assert built["target"] in stages() and f"ARG {next(iter(built['args']))}" in stages()["build"]
     assert set(server["environment"]) <= {setting.environment_name for setting in settings()}
     (volume,) = server["volumes"]  # the user's home in the image is theirs, and so is a volume that is new there
     assert f"WORKDIR {volume.split(':')[1]}\n" in IMAGE and volume.split(":")[0] in COMPOSE["volumes"]

@@ -17,9 +17,13 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from workers.device.memory import cpu_memory
 from workers.kv_cache.pages import KVCache
 
 RESERVED_BYTES = 2**28  # beyond the blocks that were used
+# At most this part of the machine's memory, or its container's: a small one may have no more to give, and the kernel
+# then ends the process.
+RESERVED_SHARE = 1 / 32
 PIECE_BYTES = 2**21  # allocated at once: a huge page. A step that begins meanwhile may wait for it
 IDLE_S = 0.1  # a worker is idle if no step has run for so long; it is also how often the thread looks
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; allocates pages, and keeps the contents of those that are there
@@ -33,7 +37,8 @@ class MemoryReserve:
         self._count_used = count_used
         self._tensors = (*cache.keys, *cache.values)
         self._num_blocks = cache.num_blocks
-        self._num_reserved = max(1, RESERVED_BYTES * cache.num_blocks // cache.num_bytes)
+        num_bytes = min(RESERVED_BYTES, int(RESERVED_SHARE * cpu_memory()))
+        self._num_reserved = max(1, num_bytes * cache.num_blocks // cache.num_bytes)
         largest_block = max(tensor[0].nbytes for tensor in self._tensors)
         self._num_at_once = max(1, PIECE_BYTES // largest_block)
         self._end = 0  # blocks before this one were used, or have memory, or are among the pieces

@@ -62,6 +62,12 @@ def test_an_idle_worker_takes_the_memory_of_the_blocks_that_come_next(cache: KVC
     assert len(blocks_with_memory(tensors[0])) == RESERVED_BLOCKS + 40, "the others got their memory by being used"
 
 
+def test_in_a_small_container_the_reserve_is_small(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_reserve, "cpu_memory", lambda: 32 * cache.num_bytes // NUM_BLOCKS * 8)
+    assert MemoryReserve(cache, lambda: 0).refill(lambda: True)
+    assert blocks_with_memory(cache.keys[0]) == list(range(8))
+
+
 def test_it_stops_when_a_step_begins_and_goes_on_later(cache: KVCache) -> None:
     answers = iter([True, True, False, *[True] * 1000])
     reserve = MemoryReserve(cache, lambda: 0)
