@@ -146,7 +146,10 @@ def assert_answers(service: Service, turn: int) -> None:
         "tcp",
         pytest.param(
             "nixl",
-            marks=pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed: pip install 'servekit[nixl]'"),
+            marks=[
+                pytest.mark.long,
+                pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed: pip install 'servekit[nixl]'"),
+            ],
         ),
     ],
 )
