@@ -284,7 +284,8 @@ class BlockReceiver:
             if reader is not None:
                 self._readers.pop(address).close()
             reader = self._readers[address] = self._nixl.take()
-            reader.connect(where.metadata, self._num_at_once * sum(row_bytes), connection.check)
+            starts_until_s = ends_s - STALL_TIMEOUT_S  # for TCP, if the process does not start
+            reader.connect(where.metadata, self._num_at_once * sum(row_bytes), starts_until_s, connection.check)
         sizes = np.repeat(np.array(row_bytes, np.uint64), len(keys))
         ends_s = min(ends_s, time.monotonic() + STALL_TIMEOUT_S)
         content = reader.read(np.array(where.addresses, np.uint64), sizes, ends_s, connection.check)

@@ -217,8 +217,8 @@ class NixlReader:
     def has_ended(self) -> bool:
         return self._process.has_ended
 
-    def connect(self, metadata: bytes, num_bytes: int, check: Callable[[], None]) -> None:
-        """Reserve `num_bytes` for one read, and wait until the process has started.
+    def connect(self, metadata: bytes, num_bytes: int, ends_s: float, check: Callable[[], None]) -> None:
+        """Reserve `num_bytes` for one read, and wait until the process has started, or until that time.
 
         From then on, `read` reads from the peer with this metadata. `check` is called during the wait, and may raise.
         Raises NixlFailed.
@@ -229,7 +229,7 @@ class NixlReader:
         except OSError as error:
             raise NixlFailed(f"there is no memory for what it reads: {error.strerror}") from error
         self.metadata = metadata
-        self._process.order(b"sized", time.monotonic() + START_TIMEOUT_S, check)
+        self._process.order(b"sized", min(time.monotonic() + START_TIMEOUT_S, ends_s), check)
 
     def read(
         self, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], ends_s: float, check: Callable[[], None]

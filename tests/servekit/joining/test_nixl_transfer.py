@@ -282,6 +282,19 @@ def test_a_process_that_is_killed_is_started_again(role: str, monkeypatch: pytes
         assert process not in (reader._process, pair.nixl._process)
 
 
+@again_if_late
+def test_a_process_that_does_not_start_leaves_time_for_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_receiver, "FETCH_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(block_receiver, "STALL_TIMEOUT_S", 2.0)
+    with closing(NixlPair()) as pair:
+        pair.source.append(*KEYS[:10])
+        pair.nixl.metadata()  # the other process has started
+        assert pair.readers._next is not None
+        os.kill(pair.readers._next._process.pid, signal.SIGSTOP)
+        with within(4.0):
+            assert pair.fetch(*KEYS[:10]) == KEYS[:10]
+
+
 def test_the_processes_that_peers_reach_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a secret")
     with closing(NixlPair()) as pair:
@@ -318,7 +331,7 @@ def test_memory_that_the_peer_does_not_have_is_a_failed_read() -> None:
     metadata, (first_row, _) = source.metadata()
     for wrong, address in ((metadata, first_row + 2**40), (b"something else", first_row)):
         reader = NixlReader()
-        reader.connect(wrong, 2**20, lambda: None)
+        reader.connect(wrong, 2**20, time.monotonic() + ENOUGH_S, lambda: None)
         places, sizes = np.array([[address], [100]], np.uint64)
         with pytest.raises(NixlFailed):
             reader.read(places, sizes, time.monotonic() + ENOUGH_S, lambda: None)
