@@ -46,6 +46,7 @@ class TransferSocket:
         self._socket = tls.wrap_socket(
             self._socket, server_side=is_server, server_hostname=peer_name, do_handshake_on_connect=False
         )
+        self.check()  # `interrupt` has no effect on a socket that is wrapped meanwhile
         self._socket.do_handshake()
 
     def seal(self, frames: FrameCodec) -> None:
