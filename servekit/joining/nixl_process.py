@@ -51,7 +51,7 @@ def main(role: str, fds: Sequence[int]) -> None:
     agent: Connection[Any, Any] = Connection(fds[0])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
-            run = be_source if role == "source" else be_reader
+            run = serve_source if role == "source" else serve_reader
             run(agent, fds[1:])
         except Exception as error:  # those of NIXL have no class in common
             agent.send_bytes(FAILED + (str(error) or type(error).__name__).encode())
@@ -59,7 +59,7 @@ def main(role: str, fds: Sequence[int]) -> None:
     os._exit(0)  # the kernel ends what is under way; an orderly exit would let UCX warn of it
 
 
-def be_source(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
+def serve_source(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
     """Let peers read the blocks in this memory."""
     nixl = make_nixl()
     agent.recv_bytes()  # says that the worker has laid out the memory
@@ -76,7 +76,7 @@ def be_source(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
             time.sleep(POLL_S)
 
 
-def be_reader(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
+def serve_reader(agent: Connection[Any, Any], fds: Sequence[int]) -> None:
     """Read from one peer into this memory. Raises if a read fails: then the process ends, and all that is under way."""
     nixl = make_nixl()
     agent.recv_bytes()  # says that the memory has its size

@@ -50,7 +50,7 @@ def has_nixl() -> bool:
 
 
 class _Process:
-    """A process that carries blocks with NIXL, and the socket over which it is told what to do."""
+    """A process that carries blocks with NIXL. It gets its orders over a socket."""
 
     def __init__(self, role: str, fds: Sequence[int]) -> None:
         """Start it with this memory, as `source` or `reader`. Raises NixlFailed."""

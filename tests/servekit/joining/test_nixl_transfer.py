@@ -364,7 +364,7 @@ def test_two_agents_use_nixl_if_it_is_installed(
 
 
 class NotedProcess:
-    """In place of the process of a source: notes what it is told."""
+    """Stands in for the process of a source, and records the messages that it gets."""
 
     def __init__(self) -> None:
         self.told: list[bytes] = []
